@@ -95,11 +95,14 @@ def differences(
     """Return what differs between two JSON objects as text; ``first`` and ``second`` say whose a
     side is.
     """
-    values = [
-        (name, [_value(side) for side in sides])
-        for name, *sides in differing(first_object, second_object)
-    ]
-    return "; ".join(f"{name}: {a} {first}, {b} {second}" for name, (a, b) in values)
+    texts = []
+    for name, *sides in differing(first_object, second_object):
+        a, b = [
+            "none" if side is None else shortened(msgspec.json.encode(side).decode(), _MAX_SIDE)
+            for side in sides
+        ]
+        texts.append(f"{name}: {a} {first}, {b} {second}")
+    return "; ".join(texts)
 
 
 def message(text: str) -> str:
@@ -142,10 +145,6 @@ def text_of(lines: Iterable[str]) -> str:
     return "\n".join(map(message, lines))
 
 
-def _value(value: object) -> str:
-    return "none" if value is None else shortened(msgspec.json.encode(value).decode(), _MAX_SIDE)
-
-
 def _json_code(char: str) -> str:
     units = char.encode("utf-16-be", "surrogatepass")
     return "".join(f"\\u{units[index : index + 2].hex()}" for index in range(0, len(units), 2))
@@ -169,20 +168,35 @@ _STEP: Final = re.compile(r"\[(?P<index>\d+)\]|\[\.\.\.\]|(?P<name>[^.\[\]]+)")
 
 def fault_in_words(error: msgspec.ValidationError) -> str:
     """Return what msgspec says is wrong with a value in words: what it must be, what it is, and
-    where it is.
+    where it is: `` - at `$.cameras[0]` `` is `` (at 'cameras', entry 0)``.
     """
     text = str(error)
     words = requirement_in_words(_PLACE.sub("", text))
     match = _PLACE.search(text)
     if words.startswith("must be "):
         words = f"it {words}"
-    return words if match is None else f"{words}{_place_in_words(match)}"
+    if match is None:
+        return words
+    steps = []
+    for step in _STEP.finditer(match["path"]):
+        if step["name"]:
+            steps.append(f"'{step['name']}'")
+        elif step["index"]:
+            steps.append(f"entry {step['index']}")
+        else:
+            steps.append("an entry")
+    place = ", ".join(steps) or "the value itself"
+    return f"{words} (a key of {place})" if match["is_key"] else f"{words} (at {place})"
 
 
 def requirement_in_words(text: str) -> str:
     """Return in words what msgspec says a value must be: its message without the place."""
-    text = " ".join(text.split())
-    text = _EXPECTED.sub(_expected_in_words, text)
+
+    def expected_in_words(match: re.Match[str]) -> str:
+        words = " or ".join(_KINDS.get(name, name) for name in match[2].split(" | "))
+        return f"must be {words}" if match[1] == "Expected" else f", not {words}"
+
+    text = _EXPECTED.sub(expected_in_words, " ".join(text.split()))
     text = re.sub(
         r"Object missing required field `([^`]+)`",
         r"the field '\1' is missing",
@@ -194,25 +208,3 @@ def requirement_in_words(text: str) -> str:
         text,
     )
     return re.sub(r"Invalid (?:enum )?value (.+)", r"\1 is not allowed", text)
-
-
-def _expected_in_words(match: re.Match[str]) -> str:
-    words = " or ".join(_KINDS.get(name, name) for name in match[2].split(" | "))
-    return f"must be {words}" if match[1] == "Expected" else f", not {words}"
-
-
-def _place_in_words(match: re.Match[str]) -> str:
-    """Return the place of a fault: `` - at `$.cameras[0]` `` is `` (at 'cameras', entry 0)``.
-
-    ``match`` is one of `_PLACE`.
-    """
-    steps = []
-    for step in _STEP.finditer(match["path"]):
-        if step["name"]:
-            steps.append(f"'{step['name']}'")
-        elif step["index"]:
-            steps.append(f"entry {step['index']}")
-        else:
-            steps.append("an entry")
-    place = ", ".join(steps) or "the value itself"
-    return f" (a key of {place})" if match["is_key"] else f" (at {place})"

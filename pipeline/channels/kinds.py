@@ -1,7 +1,7 @@
 """Kinds: how a channel's values become a member's bytes, come back, and become part of a batch.
 
-A kind is five functions in one record (:class:`Kind`), found by name in :data:`KINDS`. Packages add
-kinds by the entry point group ``fuelrail.kinds``, whose entry points name ``Kind`` objects.
+A kind is a subclass of :class:`Kind`, found by name in :data:`KINDS`. Packages add kinds by the
+entry point group ``fuelrail.kinds``, whose entry points name ``Kind`` objects.
 
 ========  =============================  ==================================================================
 kind      value                          in the batch
@@ -21,9 +21,9 @@ bytes     bytes                          list
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -88,38 +88,53 @@ class Packed(NamedTuple):
     offsets: NDArray[np.int64]
 
 
-def _stored_raw(_: Channel) -> None:
-    return None
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
+class Kind(ABC):
     """The code of one kind.
 
     Attributes:
         extensions: what members of the kind may end with; the first is the usual one.
-        broken: what is wrong with an entry of the table that has this kind, as texts; no check of
-            law or names.
-        encode: value to a member's raw bytes; raises SchemaError for a value that is not as the
-            table says.
-        decode: raw bytes to the value, arrays as read-only views where they can be; raises
-            SchemaError or ImageError for bytes that may not be stored: dtype, shape, tokens beyond
-            the vocabulary, NaN and infinities where the table forbids them.
-        check: raises what ``decode`` does, of an image by its header alone.
-        collate: values of a batch to what the batch holds. None among them is a missing value: in a
-            stack it is filled with zeros of the others' shape, in `Packed` it is empty, in a list
-            it is None; the loader's ``{name}_valid`` says which. ``shape`` is that of a value, for
-            a batch without any.
-        row_bytes: bytes of a row, for the codec ``zstd-pR``; 0: plain ``zstd``; None: stored raw.
     """
 
-    extensions: tuple[str, ...]
-    broken: Callable[[Channel], Iterator[str]]
-    encode: Callable[[Value, Channel], bytes]
-    decode: Callable[[Buffer, Channel], Value]
-    check: Callable[[Buffer, Channel], object]
-    collate: Callable[[Sequence[Value | None], Channel, tuple[int, ...]], Any]
-    row_bytes: Callable[[Channel], int | None] = _stored_raw
+    extensions: ClassVar[tuple[str, ...]]
+
+    def broken(self, _channel: Channel, /) -> Iterator[str]:
+        """Yield what is wrong with an entry of the table that has this kind; no check of law or
+        names.
+        """
+        return iter(())
+
+    @abstractmethod
+    def encode(self, value: Value, channel: Channel) -> bytes:
+        """Return a member's raw bytes; raise SchemaError for a value unlike the table."""
+
+    @abstractmethod
+    def decode(self, data: Buffer, channel: Channel) -> Value:
+        """Return the value, arrays as read-only views where they can be.
+
+        Raises SchemaError or ImageError for bytes that may not be stored: dtype, shape, tokens
+        beyond the vocabulary, NaN and infinities where the table forbids them.
+        """
+
+    def check(self, data: Buffer, channel: Channel) -> object:
+        """Raise what `decode` does, of an image by its header alone."""
+        return self.decode(data, channel)
+
+    def collate(
+        self, values: Sequence[Value | None], _channel: Channel, _shape: tuple[int, ...], /
+    ) -> Any:
+        """Return what the batch holds of the values of its samples.
+
+        None among them is a missing value: in a stack it is filled with zeros of the others' shape,
+        in `Packed` it is empty, in a list it is None; the loader's ``{name}_valid`` says which.
+        ``shape`` is that of a value, for a batch without any.
+        """
+        return list(values)
+
+    def row_bytes(self, _channel: Channel) -> int | None:
+        """Return the bytes of a row, for the codec ``zstd-pR``; 0: plain ``zstd``; None: stored
+        raw.
+        """
+        return None
 
 
 def _checked(array: NDArray[np.generic], channel: Channel) -> NDArray[np.generic]:
@@ -146,241 +161,337 @@ def _as_array(value: Value, channel: Channel) -> NDArray[Any]:
         ) from error
 
 
-def _encode_array(value: Value, channel: Channel) -> bytes:
-    array = _as_array(value, channel)
-    if array.dtype.newbyteorder("<") == channel.numpy_dtype:
-        array = np.asarray(array, channel.numpy_dtype, order="C")
-    _check_values(_checked(array, channel), channel)
-    return write_npy(array)
-
-
-def _decode_array(data: Buffer, channel: Channel) -> NDArray[np.generic]:
-    array = _checked(read_npy(data), channel)
-    _check_values(array, channel)
-    return array
-
-
-def _broken_array(channel: Channel) -> Iterator[str]:
-    yield from _needs_dtype(channel)
-    if None in channel.shape:
-        yield f"shape {list(channel.shape)} must be fixed; kinds points, ragged and tokens vary"
-
-
-def _broken_points(channel: Channel) -> Iterator[str]:
-    yield from _needs_dtype(channel)
-    if len(channel.shape) != 2 or channel.shape[0] is not None or channel.shape[1] is None:
-        yield f"shape {list(channel.shape)} must be [null, C]: any number of points of C columns"
-    if not channel.columns:
-        yield "columns must name the columns of a point"
-
-
-def _broken_tokens(channel: Channel) -> Iterator[str]:
-    if len(channel.shape) != 1:
-        yield (
-            f"shape {list(channel.shape)} must be [T], or [null] where the number of tokens varies"
-        )
-    if not channel.dtype or np.dtype(channel.dtype).kind not in "iu":
-        yield f"dtype '{channel.dtype}' must be one of integers"
-    if channel.vocabulary is None or channel.vocabulary.size < 1:
-        yield "vocabulary must name the vocabulary and its size, from 1"
-
-
-def _decode_tokens(data: Buffer, channel: Channel) -> NDArray[Any]:
-    tokens: NDArray[Any] = _decode_array(data, channel)
-    words = channel.vocabulary
-    if words is not None and tokens.size and not (tokens.min() >= 0 and tokens.max() < words.size):
-        raise SchemaError(
-            f"tokens of channel '{channel.name}' are {int(tokens.min())} to "
-            f"{int(tokens.max())}; vocabulary '{words.name}' has 0 to {words.size - 1}"
-        )
-    return tokens
-
-
-def _encode_tokens(value: Value, channel: Channel) -> bytes:
-    data = _encode_array(value, channel)
-    _decode_tokens(data, channel)
-    return data
-
-
 def _stack(
     values: Sequence[Value | None], channel: Channel, shape: tuple[int, ...]
 ) -> NDArray[np.generic]:
     present = [value for value in values if value is not None]
-    dtype = present[0].dtype if present else channel.numpy_dtype
     make = np.empty if len(present) == len(values) else np.zeros
-    out = make((len(values), *(present[0].shape if present else shape)), dtype)
+    if present:
+        dtype = present[0].dtype
+        shape = present[0].shape
+    else:
+        dtype = channel.numpy_dtype
+        shape = shape or tuple(side or 0 for side in channel.shape)
+    out = make((len(values), *shape), dtype)
     for row, value in enumerate(values):
         if value is not None:
-            if value.shape != out.shape[1:]:
+            if value.shape != shape:
                 raise SchemaError(
-                    f"channel '{channel.name}': values of {list(out.shape[1:])} and "
+                    f"channel '{channel.name}': values of {list(shape)} and "
                     f"{list(value.shape)} cannot be stacked"
                 )
             out[row] = value
     return out
 
 
-def _collate_tokens(
-    values: Sequence[Value | None], channel: Channel, shape: tuple[int, ...]
-) -> Any:
-    if channel.shape[0] is not None:
-        return _stack(values, channel, shape or tuple(side or 0 for side in channel.shape))
-    empty = np.empty(0, channel.numpy_dtype)
-    rows = [empty if value is None else value for value in values]
-    offsets = np.zeros(len(rows) + 1, np.int64)
-    np.cumsum([len(row) for row in rows], out=offsets[1:])
-    return Packed(np.concatenate([empty, *rows]), offsets)
+class _ArrayKind(Kind):
+    """An array of the table's shape."""
+
+    extensions = ("npy",)
+
+    def broken(self, channel: Channel) -> Iterator[str]:
+        if not channel.dtype:
+            yield "dtype is missing"
+        if None in channel.shape:
+            yield f"shape {list(channel.shape)} must be fixed; kinds points, ragged and tokens vary"
+
+    def encode(self, value: Value, channel: Channel) -> bytes:
+        array = _as_array(value, channel)
+        if array.dtype.newbyteorder("<") == channel.numpy_dtype:
+            array = np.asarray(array, channel.numpy_dtype, order="C")
+        _check_values(_checked(array, channel), channel)
+        return write_npy(array)
+
+    def decode(self, data: Buffer, channel: Channel) -> NDArray[Any]:
+        array = _checked(read_npy(data), channel)
+        _check_values(array, channel)
+        return array
+
+    def collate(
+        self, values: Sequence[Value | None], channel: Channel, shape: tuple[int, ...]
+    ) -> Any:
+        return _stack(values, channel, shape)
+
+    def row_bytes(self, channel: Channel) -> int:
+        return channel.numpy_dtype.itemsize
 
 
-def _collate_array(values: Sequence[Value | None], channel: Channel, shape: tuple[int, ...]) -> Any:
-    return _stack(values, channel, shape or tuple(side or 0 for side in channel.shape))
+class _PointsKind(_ArrayKind):
+    """Any number of points, a row each."""
+
+    def broken(self, channel: Channel) -> Iterator[str]:
+        if not channel.dtype:
+            yield "dtype is missing"
+        if len(channel.shape) != 2 or channel.shape[0] is not None or channel.shape[1] is None:
+            shape = list(channel.shape)
+            yield f"shape {shape} must be [null, C]: any number of points of C columns"
+        if not channel.columns:
+            yield "columns must name the columns of a point"
+
+    def collate(
+        self, values: Sequence[Value | None], _channel: Channel, _shape: tuple[int, ...]
+    ) -> list[Any]:
+        return list(values)
+
+    def row_bytes(self, channel: Channel) -> int:
+        num_columns = channel.shape[-1] if len(channel.shape) > 1 else None
+        return channel.numpy_dtype.itemsize * (num_columns or 1)
 
 
-def _collate_ragged(
-    values: Sequence[Value | None], channel: Channel, _: tuple[int, ...]
-) -> dict[str, list[Any]]:
-    return {
-        spec.name: [None if value is None else value[spec.name] for value in values]
-        for spec in channel.arrays
-    }
+class _TokensKind(_ArrayKind):
+    """Numbers of words of a vocabulary."""
 
+    def broken(self, channel: Channel) -> Iterator[str]:
+        if len(channel.shape) != 1:
+            yield (
+                f"shape {list(channel.shape)} must be [T], or [null] where the number of tokens "
+                "varies"
+            )
+        if not channel.dtype or np.dtype(channel.dtype).kind not in "iu":
+            yield f"dtype '{channel.dtype}' must be one of integers"
+        if channel.vocabulary is None or channel.vocabulary.size < 1:
+            yield "vocabulary must name the vocabulary and its size, from 1"
 
-def _collate_list(values: Sequence[Value | None], _: Channel, __: tuple[int, ...]) -> list[Any]:
-    return list(values)
+    def encode(self, value: Value, channel: Channel) -> bytes:
+        data = super().encode(value, channel)
+        self.decode(data, channel)
+        return data
 
-
-def _broken_ragged(channel: Channel) -> Iterator[str]:
-    if not channel.arrays:
-        yield "arrays must name at least one array"
-    if channel.dtype or channel.shape or channel.columns:
-        yield "dtype, shape and columns are in its arrays: leave them out"
-
-
-def _ragged(
-    arrays: dict[str, NDArray[np.generic]], channel: Channel
-) -> dict[str, NDArray[np.generic]]:
-    specs = {spec.name: spec for spec in channel.arrays}
-    if arrays.keys() != specs.keys():
-        raise SchemaError(
-            f"channel '{channel.name}' has the arrays {', '.join(sorted(arrays)):.200}; the "
-            f"table has {', '.join(specs):.200}"
-        )
-    lengths = {len(array) if array.ndim else -1 for array in arrays.values()}
-    if len(lengths) != 1:
-        raise SchemaError(
-            f"arrays of channel '{channel.name}' have the lengths {sorted(lengths)}; they share one"
-        )
-    for name, array in arrays.items():
-        spec = specs[name]
-        if array.dtype != little_endian(spec.dtype) or array.shape[1:] != spec.shape:
+    def decode(self, data: Buffer, channel: Channel) -> NDArray[Any]:
+        tokens = super().decode(data, channel)
+        words = channel.vocabulary
+        if (
+            words is not None
+            and tokens.size
+            and not (tokens.min() >= 0 and tokens.max() < words.size)
+        ):
             raise SchemaError(
-                f"array '{name}' of channel '{channel.name}' is "
-                f"{array.dtype}{list(array.shape)}; the table has {spec.dtype}{['M', *spec.shape]}"
+                f"tokens of channel '{channel.name}' are {int(tokens.min())} to "
+                f"{int(tokens.max())}; vocabulary '{words.name}' has 0 to {words.size - 1}"
             )
-    return {name: arrays[name] for name in specs}
+        return tokens
+
+    def collate(
+        self, values: Sequence[Value | None], channel: Channel, shape: tuple[int, ...]
+    ) -> Any:
+        if channel.shape[0] is not None:
+            return _stack(values, channel, shape)
+        empty = np.empty(0, channel.numpy_dtype)
+        rows = [empty if value is None else value for value in values]
+        offsets = np.zeros(len(rows) + 1, np.int64)
+        np.cumsum([len(row) for row in rows], out=offsets[1:])
+        return Packed(np.concatenate([empty, *rows]), offsets)
 
 
-def _encode_ragged(value: Value, channel: Channel) -> bytes:
-    if not isinstance(value, Mapping):
-        raise SchemaError(
-            f"channel '{channel.name}' is {type(value).__name__}; kind 'ragged' takes a "
-            "dict of arrays"
+class _RaggedKind(Kind):
+    """Named arrays of one length, which varies."""
+
+    extensions = ("safetensors",)
+
+    def broken(self, channel: Channel) -> Iterator[str]:
+        if not channel.arrays:
+            yield "arrays must name at least one array"
+        if channel.dtype or channel.shape or channel.columns:
+            yield "dtype, shape and columns are in its arrays: leave them out"
+
+    def encode(self, value: Value, channel: Channel) -> bytes:
+        if not isinstance(value, Mapping):
+            raise SchemaError(
+                f"channel '{channel.name}' is {type(value).__name__}; kind 'ragged' takes a "
+                "dict of arrays"
+            )
+        arrays = {name: _as_array(array, channel) for name, array in value.items()}
+        return write_tensors(self._checked(arrays, channel))
+
+    def decode(self, data: Buffer, channel: Channel) -> dict[str, NDArray[np.generic]]:
+        return self._checked(read_tensors(data), channel)
+
+    def _checked(
+        self, arrays: dict[str, NDArray[np.generic]], channel: Channel
+    ) -> dict[str, NDArray[np.generic]]:
+        """Return the arrays in the order of the table; raise SchemaError where they are not as it
+        says.
+        """
+        specs = {spec.name: spec for spec in channel.arrays}
+        if arrays.keys() != specs.keys():
+            raise SchemaError(
+                f"channel '{channel.name}' has the arrays {', '.join(sorted(arrays)):.200}; the "
+                f"table has {', '.join(specs):.200}"
+            )
+        lengths = {len(array) if array.ndim else -1 for array in arrays.values()}
+        if len(lengths) != 1:
+            raise SchemaError(
+                f"arrays of channel '{channel.name}' have the lengths {sorted(lengths)}; they "
+                "share one"
+            )
+        for name, array in arrays.items():
+            spec = specs[name]
+            if array.dtype != little_endian(spec.dtype) or array.shape[1:] != spec.shape:
+                raise SchemaError(
+                    f"array '{name}' of channel '{channel.name}' is "
+                    f"{array.dtype}{list(array.shape)}; the table has "
+                    f"{spec.dtype}{['M', *spec.shape]}"
+                )
+        for name in specs:
+            _check_values(arrays[name], channel)
+        return {name: arrays[name] for name in specs}
+
+    def collate(
+        self, values: Sequence[Value | None], channel: Channel, _shape: tuple[int, ...]
+    ) -> dict[str, list[Any]]:
+        return {
+            spec.name: [None if value is None else value[spec.name] for value in values]
+            for spec in channel.arrays
+        }
+
+    def row_bytes(self, _channel: Channel) -> int:
+        return 0
+
+
+class _TextKind(Kind):
+    """A text in UTF-8."""
+
+    extensions = ("txt",)
+
+    def encode(self, value: Value, channel: Channel) -> bytes:
+        if not isinstance(value, str):
+            raise SchemaError(
+                f"channel '{channel.name}' is {type(value).__name__}; kind 'text' takes str"
+            )
+        try:
+            return value.encode()
+        except UnicodeEncodeError as error:
+            raise SchemaError(
+                f"channel '{channel.name}' cannot be stored as UTF-8: {error}"
+            ) from error
+
+    def decode(self, data: Buffer, channel: Channel) -> str:
+        try:
+            return bytes(data).decode()
+        except UnicodeDecodeError as error:
+            raise SchemaError(f"channel '{channel.name}' is not UTF-8: {error}") from error
+
+
+class _TextsKind(Kind):
+    """Texts, as a list in JSON."""
+
+    extensions = ("json",)
+
+    def encode(self, value: Value, channel: Channel) -> bytes:
+        if not isinstance(value, list | tuple) or not all(
+            isinstance(entry, str) for entry in value
+        ):
+            raise SchemaError(
+                f"channel '{channel.name}' is {value!r:.100}; kind 'texts' takes a list of str"
+            )
+        try:
+            data = msgspec.json.encode(value)
+        except UnicodeEncodeError as error:
+            raise SchemaError(
+                f"channel '{channel.name}' cannot be stored as UTF-8: {error}"
+            ) from error
+        if (text := UNTYPED.broken(len(data))) is not None:
+            raise SchemaError(f"channel '{channel.name}' {text}")
+        return data
+
+    def decode(self, data: Buffer, channel: Channel) -> list[str]:
+        if (text := UNTYPED.broken(len(data))) is not None:
+            raise SchemaError(f"channel '{channel.name}' {text}")
+        try:
+            return msgspec.json.decode(data, type=list[str])
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            fault = explain(error, data, list[str])
+            raise SchemaError(
+                f"channel '{channel.name}' is not a JSON list of texts: {fault}"
+            ) from error
+
+    def row_bytes(self, _channel: Channel) -> int:
+        return 0
+
+
+class _BytesKind(Kind):
+    """Bytes as they are."""
+
+    extensions = BYTES_EXTENSIONS
+
+    def encode(self, value: Value, channel: Channel) -> bytes:
+        if not isinstance(value, bytes | bytearray | memoryview):
+            raise SchemaError(
+                f"channel '{channel.name}' is {type(value).__name__}; kind 'bytes' takes bytes"
+            )
+        return bytes(value)
+
+    def decode(self, data: Buffer, _channel: Channel) -> bytes:
+        return bytes(data)
+
+    def check(self, _data: Buffer, _channel: Channel) -> None:
+        return None
+
+
+class _ImageKind(Kind):
+    """A raster as PNG or JPEG."""
+
+    extensions = ("png", "jpg")
+
+    def broken(self, channel: Channel) -> Iterator[str]:
+        if channel.dtype not in _PNG_BITS or (
+            channel.dtype == "uint16" and channel.extension != "png"
+        ):
+            yield f"dtype '{channel.dtype}' must be uint8, or uint16 as PNG"
+        if len(channel.shape) not in (2, 3) or (len(channel.shape) == 3 and channel.shape[2] != 3):
+            yield (
+                f"shape {list(channel.shape)} must be [height, width] or [height, width, 3], null "
+                "where it varies"
+            )
+
+    def encode(self, value: Value, channel: Channel) -> bytes:
+        with needs("a channel of images"):
+            import cv2
+
+        pixels: NDArray[Any] = _checked(_as_array(value, channel), channel)
+        done, encoded = cv2.imencode(
+            f".{channel.extension}",
+            pixels if pixels.ndim == 2 else pixels[..., ::-1],
         )
-    arrays = _ragged(
-        {name: _as_array(array, channel) for name, array in value.items()},
-        channel,
-    )
-    for array in arrays.values():
-        _check_values(array, channel)
-    return write_tensors(arrays)
-
-
-def _decode_ragged(data: Buffer, channel: Channel) -> dict[str, NDArray[np.generic]]:
-    arrays = _ragged(read_tensors(data), channel)
-    for array in arrays.values():
-        _check_values(array, channel)
-    return arrays
-
-
-def _encode_text(value: Value, channel: Channel) -> bytes:
-    if not isinstance(value, str):
-        raise SchemaError(
-            f"channel '{channel.name}' is {type(value).__name__}; kind 'text' takes str"
-        )
-    try:
-        return value.encode()
-    except UnicodeEncodeError as error:
-        raise SchemaError(f"channel '{channel.name}' cannot be stored as UTF-8: {error}") from error
-
-
-def _encode_texts(value: Value, channel: Channel) -> bytes:
-    if not isinstance(value, list | tuple) or not all(isinstance(entry, str) for entry in value):
-        raise SchemaError(
-            f"channel '{channel.name}' is {value!r:.100}; kind 'texts' takes a list of str"
-        )
-    try:
-        data = msgspec.json.encode(value)
-    except UnicodeEncodeError as error:
-        raise SchemaError(f"channel '{channel.name}' cannot be stored as UTF-8: {error}") from error
-    if (text := UNTYPED.broken(len(data))) is not None:
-        raise SchemaError(f"channel '{channel.name}' {text}")
-    return data
-
-
-def _encode_bytes(value: Value, channel: Channel) -> bytes:
-    if not isinstance(value, bytes | bytearray | memoryview):
-        raise SchemaError(
-            f"channel '{channel.name}' is {type(value).__name__}; kind 'bytes' takes bytes"
-        )
-    return bytes(value)
-
-
-def _decode_text(data: Buffer, channel: Channel) -> str:
-    try:
-        return bytes(data).decode()
-    except UnicodeDecodeError as error:
-        raise SchemaError(f"channel '{channel.name}' is not UTF-8: {error}") from error
-
-
-def _decode_texts(data: Buffer, channel: Channel) -> list[str]:
-    if (text := UNTYPED.broken(len(data))) is not None:
-        raise SchemaError(f"channel '{channel.name}' {text}")
-    try:
-        return msgspec.json.decode(data, type=list[str])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        fault = explain(error, data, list[str])
-        raise SchemaError(
-            f"channel '{channel.name}' is not a JSON list of texts: {fault}"
-        ) from error
-
-
-def _nothing_broken(_: Channel) -> Iterator[str]:
-    return iter(())
-
-
-def _needs_dtype(channel: Channel) -> Iterator[str]:
-    if not channel.dtype:
-        yield "dtype is missing"
-
-
-def _broken_image(channel: Channel) -> Iterator[str]:
-    if channel.dtype not in _PNG_BITS or (channel.dtype == "uint16" and channel.extension != "png"):
-        yield f"dtype '{channel.dtype}' must be uint8, or uint16 as PNG"
-    if len(channel.shape) not in (2, 3) or (len(channel.shape) == 3 and channel.shape[2] != 3):
-        yield (
-            f"shape {list(channel.shape)} must be [height, width] or [height, width, 3], null "
-            "where it varies"
-        )
-
-
-def _check_image(data: Buffer, channel: Channel) -> None:
-    size = image_size(data, channel)
-    for side, expected in zip(size[::-1], channel.shape, strict=False):
-        if expected not in (None, side):
+        if not done:
             raise ImageError(
-                f"channel '{channel.name}' is {size[0]} x {size[1]} pixels; the table has "
-                f"{channel.shape}"
+                f"channel '{channel.name}' of {list(pixels.shape)} cannot be encoded as "
+                f"{channel.extension}"
             )
+        return encoded.tobytes()
+
+    def decode(self, data: Buffer, channel: Channel) -> NDArray[np.generic]:
+        with needs("the pixels of a channel of images"):
+            import cv2
+
+        self.check(data, channel)
+        encoded = data
+        if channel.extension == "png":
+            encoded = unpack_png(data, bits=(_PNG_BITS[channel.dtype],))
+        flags = cv2.IMREAD_UNCHANGED | cv2.IMREAD_IGNORE_ORIENTATION
+        pixels = cv2.imdecode(np.frombuffer(encoded, np.uint8), flags)
+        if pixels is None:
+            raise ImageError(
+                f"channel '{channel.name}' cannot be decoded: its pixel data are broken"
+            )
+        return _checked(
+            pixels if pixels.ndim == 2 else np.ascontiguousarray(pixels[..., ::-1]),
+            channel,
+        )
+
+    def check(self, data: Buffer, channel: Channel) -> None:
+        size = image_size(data, channel)
+        for side, expected in zip(size[::-1], channel.shape, strict=False):
+            if expected not in (None, side):
+                raise ImageError(
+                    f"channel '{channel.name}' is {size[0]} x {size[1]} pixels; the table has "
+                    f"{channel.shape}"
+                )
+
+    def collate(
+        self, values: Sequence[Value | None], channel: Channel, shape: tuple[int, ...]
+    ) -> Any:
+        return _stack(values, channel, shape)
 
 
 def image_size(data: Buffer, channel: Channel) -> tuple[int, int]:
@@ -399,134 +510,31 @@ def image_size(data: Buffer, channel: Channel) -> tuple[int, int]:
     return info.width, info.height
 
 
-def _decode_image(data: Buffer, channel: Channel) -> NDArray[np.generic]:
-    with needs("the pixels of a channel of images"):
-        import cv2
+class _LogitsKind(Kind):
+    """A teacher's distributions: see `fuelrail.pipeline.channels.logits`."""
 
-    _check_image(data, channel)
-    encoded = (
-        unpack_png(data, bits=(_PNG_BITS[channel.dtype],)) if channel.extension == "png" else data
-    )
-    flags = cv2.IMREAD_UNCHANGED | cv2.IMREAD_IGNORE_ORIENTATION
-    pixels = cv2.imdecode(np.frombuffer(encoded, np.uint8), flags)
-    if pixels is None:
-        raise ImageError(f"channel '{channel.name}' cannot be decoded: its pixel data are broken")
-    return _checked(
-        pixels if pixels.ndim == 2 else np.ascontiguousarray(pixels[..., ::-1]),
-        channel,
-    )
-
-
-def _encode_image(value: Value, channel: Channel) -> bytes:
-    with needs("a channel of images"):
-        import cv2
-
-    pixels: NDArray[Any] = _checked(_as_array(value, channel), channel)
-    done, encoded = cv2.imencode(
-        f".{channel.extension}",
-        pixels if pixels.ndim == 2 else pixels[..., ::-1],
-    )
-    if not done:
-        raise ImageError(
-            f"channel '{channel.name}' of {list(pixels.shape)} cannot be encoded as "
-            f"{channel.extension}"
-        )
-    return encoded.tobytes()
-
-
-def _of_rows(channel: Channel) -> int:
-    return channel.numpy_dtype.itemsize * (channel.shape[-1] or 1 if len(channel.shape) > 1 else 1)
-
-
-def _of_values(channel: Channel) -> int:
-    return channel.numpy_dtype.itemsize
+    extensions = ("lgt",)
+    broken = staticmethod(logits.broken)
+    encode = staticmethod(logits.encode)
+    decode = staticmethod(logits.decode)
+    collate = staticmethod(logits.collate)
 
 
 KINDS: Final = Registry(
     "kind",
     "fuelrail.kinds",
     {
-        "image": Kind(
-            extensions=("png", "jpg"),
-            broken=_broken_image,
-            encode=_encode_image,
-            decode=_decode_image,
-            check=_check_image,
-            collate=_collate_array,
-        ),
-        "points": Kind(
-            extensions=("npy",),
-            broken=_broken_points,
-            encode=_encode_array,
-            decode=_decode_array,
-            check=_decode_array,
-            collate=_collate_list,
-            row_bytes=_of_rows,
-        ),
-        "array": Kind(
-            extensions=("npy",),
-            broken=_broken_array,
-            encode=_encode_array,
-            decode=_decode_array,
-            check=_decode_array,
-            collate=_collate_array,
-            row_bytes=_of_values,
-        ),
-        "ragged": Kind(
-            extensions=("safetensors",),
-            broken=_broken_ragged,
-            encode=_encode_ragged,
-            decode=_decode_ragged,
-            check=_decode_ragged,
-            collate=_collate_ragged,
-            row_bytes=lambda _: 0,
-        ),
-        "text": Kind(
-            extensions=("txt",),
-            broken=_nothing_broken,
-            encode=_encode_text,
-            decode=_decode_text,
-            check=_decode_text,
-            collate=_collate_list,
-        ),
-        "texts": Kind(
-            extensions=("json",),
-            broken=_nothing_broken,
-            encode=_encode_texts,
-            decode=_decode_texts,
-            check=_decode_texts,
-            collate=_collate_list,
-            row_bytes=lambda _: 0,
-        ),
-        "tokens": Kind(
-            extensions=("npy",),
-            broken=_broken_tokens,
-            encode=_encode_tokens,
-            decode=_decode_tokens,
-            check=_decode_tokens,
-            collate=_collate_tokens,
-            row_bytes=_of_values,
-        ),
-        "bytes": Kind(
-            extensions=BYTES_EXTENSIONS,
-            broken=_nothing_broken,
-            encode=_encode_bytes,
-            decode=lambda data, _: bytes(data),
-            check=lambda _, __: None,
-            collate=_collate_list,
-        ),
-        **{
-            kind: Kind(
-                extensions=("lgt",),
-                broken=logits.broken,
-                encode=logits.encode,
-                decode=logits.decode,
-                check=logits.decode,
-                collate=logits.collate,
-            )
-            for kind in (logits.TOPK, logits.SAMPLED)
-        },
+        "image": _ImageKind(),
+        "points": _PointsKind(),
+        "array": _ArrayKind(),
+        "ragged": _RaggedKind(),
+        "text": _TextKind(),
+        "texts": _TextsKind(),
+        "tokens": _TokensKind(),
+        "bytes": _BytesKind(),
+        logits.TOPK: _LogitsKind(),
+        logits.SAMPLED: _LogitsKind(),
     },
-    Kind,
+    Kind,  # type: ignore[type-abstract]
 )
 """All kinds by name."""

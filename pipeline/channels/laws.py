@@ -1,8 +1,8 @@
 """Laws: what augmentation does to a channel's values, with the maths of
 :mod:`fuelrail.pipeline.transforms`.
 
-A law is three functions in one record (:class:`LawCode`), found by name in :data:`LAWS`. Packages
-add laws by the entry point group ``fuelrail.laws``, whose entry points name ``LawCode`` objects.
+A law is a subclass of :class:`LawCode`, found by name in :data:`LAWS`. Packages add laws by the
+entry point group ``fuelrail.laws``, whose entry points name ``LawCode`` objects.
 Values are those of the kinds (:mod:`fuelrail.pipeline.channels.kinds`); axes in front of those that
 a law moves are kept, so that values stacked over the frames of a window, which share one map, move
 at once.
@@ -66,6 +66,8 @@ ROLES: Final[dict[str, dict[str, tuple[int, ...]]]] = {
     },
 }
 """Law to role to the numbers of columns that a group may have."""
+_CORNERS: Final = [0, 1, 2, 1, 2, 3, 0, 3]
+"""The columns of a box, two for each of its corners in turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,37 +87,31 @@ class Motion:
     sensor2ego: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
 class LawCode:
-    """The code of one law.
+    """The code of one law; this one changes nothing."""
 
-    Attributes:
-        broken: what is wrong with the law of an entry, as texts; the mapping is the whole table by
-            name.
-        move: a channel's value moved as the sample is; a new value, or the same one where nothing
-            moves. Raises SchemaError for a value that the law cannot move.
-        shape: the shape of a moved raster, given the stored shape; what kinds stack where all
-            values are missing.
-    """
+    def broken(self, _channel: Channel, _table: Mapping[str, Channel]) -> Iterator[str]:
+        """Yield what is wrong with the law of an entry; the mapping is the whole table by name."""
+        return iter(())
 
-    broken: Callable[[Channel, Mapping[str, Channel]], Iterator[str]]
-    move: Callable[[Value, Channel, Motion], Value]
-    shape: Callable[[tuple[int, ...], Channel, Motion], tuple[int, ...]] = lambda shape, _, __: (
-        shape
-    )
+    def move(self, value: Value, _channel: Channel, _motion: Motion) -> Value:
+        """Return a channel's value moved as the sample is: a new one, or the same where nothing
+        moves.
+
+        Raises SchemaError for a value that the law cannot move.
+        """
+        return value
+
+    def shape(self, shape: tuple[int, ...], _channel: Channel, _motion: Motion) -> tuple[int, ...]:
+        """Return the shape of a moved raster, given the stored shape; what kinds stack where all
+        values are missing.
+        """
+        return shape
 
     @property
     def moves(self) -> bool:
         """Whether it changes values at all."""
-        return self.move is not _stays
-
-
-def _stays(value: Value, _: Channel, __: Motion) -> Value:
-    return value
-
-
-def _nothing_broken(_: Channel, __: Mapping[str, Channel]) -> Iterator[str]:
-    return iter(())
+        return type(self).move is not LawCode.move
 
 
 def _broken_roles(channel: Channel) -> Iterator[str]:
@@ -209,77 +205,6 @@ def _broken_fill(channel: Channel) -> Iterator[str]:
         yield f"fill {fill} must be finite and a value of dtype '{channel.dtype}'"
 
 
-def _broken_image(channel: Channel, table: Mapping[str, Channel]) -> Iterator[str]:
-    yield from _needs_camera(channel, table)
-    if channel.kind not in ("image", "array") or channel.axes[:2] != (
-        "height",
-        "width",
-    ):
-        yield (
-            "law 'image' moves kind image or array with the axes height, width first; not "
-            f"{list(channel.axes)}"
-        )
-    if channel.law.fraction is not None and channel.law.fraction < 1:
-        yield f"fraction {channel.law.fraction} must be 1 or more"
-    yield from _broken_fill(channel)
-
-
-def _broken_image_points(channel: Channel, table: Mapping[str, Channel]) -> Iterator[str]:
-    yield from _needs_camera(channel, table)
-    yield from _broken_roles(channel)
-    yield from _needs_roles(channel, "points", "boxes")
-
-
-def _broken_ego_points(channel: Channel, table: Mapping[str, Channel]) -> Iterator[str]:
-    yield from _broken_roles(channel)
-    yield from _needs_roles(channel, "positions", "vectors")
-    frame = channel.frame or ""
-    sensor = frame.removeprefix("sensor:")
-    if frame != "ego" and (
-        sensor == frame or sensor not in table or table[sensor].sensor != "lidar"
-    ):
-        yield (
-            "law 'ego_points' needs the frame 'ego' or that of a lidar of the table; it is "
-            f"{channel.frame!r:.80}"
-        )
-
-
-def _broken_ego_boxes(channel: Channel, _: Mapping[str, Channel]) -> Iterator[str]:
-    yield from _needs_ego(channel)
-    yield from _broken_roles(channel)
-    yield from _needs_roles(channel, "boxes", "vectors", "rotations")
-
-
-def _broken_grid(channel: Channel, _: Mapping[str, Channel]) -> Iterator[str]:
-    yield from _needs_ego(channel)
-    yield from _broken_roles(channel)
-    yield from _broken_fill(channel)
-    extent = channel.law.extent_m or ()
-    space = [name for name in ("x", "y", "z") if name in channel.axes]
-    if space[:2] != ["x", "y"] or channel.kind not in ("array", "image"):
-        yield (
-            "law 'ego_grid' moves kind array or image with the axes x and y (and z); not "
-            f"{list(channel.axes)}"
-        )
-    half = len(extent) // 2
-    if len(extent) != 2 * len(space) or not np.isfinite(extent).all():
-        yield f"extent_m {list(extent)} must have {2 * len(space)} finite borders in m"
-    elif any(low == high for low, high in zip(extent[:half], extent[half:], strict=True)):
-        yield f"extent_m {list(extent)} is empty"
-
-
-def _broken_poses(channel: Channel, _: Mapping[str, Channel]) -> Iterator[str]:
-    yield from _needs_ego(channel)
-    yield from _broken_roles(channel)
-    if not channel.law.roles and (
-        channel.shape[-2:] != (4, 4) or not channel.dtype.startswith("float")
-    ):
-        yield (
-            "law 'ego_poses' without roles moves 4x4 matrices of floats; the shape is "
-            f"{list(channel.shape)}"
-        )
-
-
 def _move_roles(
     value: Value,
     channel: Channel,
@@ -316,81 +241,97 @@ def _affine(
     return move
 
 
-def _ego_points(value: Value, channel: Channel, motion: Motion) -> Value:
-    if motion.ego == IDENTITY:
-        return value
-    frame = channel.frame or "ego"
-    sensor = frame.removeprefix("sensor:")
-    if frame != "ego" and sensor not in motion.sensor2ego:
-        raise SchemaError(
-            f"channel '{channel.name}' is in the frame of '{sensor}', whose place is unknown"
+class _ImageLaw(LawCode):
+    """A raster that lies on the image of a camera."""
+
+    def broken(self, channel: Channel, table: Mapping[str, Channel]) -> Iterator[str]:
+        yield from _needs_camera(channel, table)
+        if channel.kind not in ("image", "array") or channel.axes[:2] != ("height", "width"):
+            yield (
+                "law 'image' moves kind image or array with the axes height, width first; not "
+                f"{list(channel.axes)}"
+            )
+        if channel.law.fraction is not None and channel.law.fraction < 1:
+            yield f"fraction {channel.law.fraction} must be 1 or more"
+        yield from _broken_fill(channel)
+
+    def move(self, value: Value, channel: Channel, motion: Motion) -> Value:
+        law = channel.law
+        return warp_image(
+            value,
+            _image_map(channel, motion),
+            linear=law.interpolation == "linear",
+            fill=law.fill or 0.0,
+            fraction=law.fraction or 1,
         )
-    frame2ego = np.eye(4) if frame == "ego" else motion.sensor2ego[sensor]
-    linear, shift = motion.ego.in_frame(frame2ego)
-    return _move_roles(
-        value,
-        channel,
-        {"positions": _affine(linear, shift), "vectors": _affine(linear)},
-    )
+
+    def shape(self, shape: tuple[int, ...], channel: Channel, motion: Motion) -> tuple[int, ...]:
+        width, height = _image_map(channel, motion).out_wh
+        return (height, width, *shape[2:])
 
 
-def _ego_boxes(value: Value, channel: Channel, motion: Motion) -> Value:
-    ego = motion.ego
-    if ego == IDENTITY:
-        return value
+class _ImagePointsLaw(LawCode):
+    """Points and boxes on the image of a camera."""
 
-    def boxes(rows: Array) -> Array:
-        return ego.boxes3d(rows.reshape(-1, 7)).reshape(rows.shape)
+    def broken(self, channel: Channel, table: Mapping[str, Channel]) -> Iterator[str]:
+        yield from _needs_camera(channel, table)
+        yield from _broken_roles(channel)
+        yield from _needs_roles(channel, "points", "boxes")
 
-    moves = {
-        "boxes": boxes,
-        "vectors": _affine(ego.matrix[:3, :3]),
-        "rotations": ego.rotations,
-    }
-    return _move_roles(value, channel, moves)
+    def move(self, value: Value, channel: Channel, motion: Motion) -> Value:
+        """Move points through the map; clip boxes to what the crops leave, then tighten them about
+        their turned corners.
 
+        A box or point of which nothing is left keeps the place where it falls, cut off at the
+        output's border. A number of role ``visible`` becomes 0 where nothing is left of its row's
+        boxes and points, or of its own point.
+        """
+        image_map = _image_map(channel, motion)
+        matrix = image_map.centre_matrix()
+        left, top, right, bottom = image_map.visible
+        low = np.asarray((left - 0.5, top - 0.5))
+        high = np.asarray((right - 0.5, bottom - 0.5))
+        width, height = image_map.out_wh
+        end = np.asarray((width - 0.5, height - 0.5))
+        inside_masks: list[Array] = []
 
-def _ego_poses(value: Value, channel: Channel, motion: Motion) -> Value:
-    ego = motion.ego
-    if ego == IDENTITY:
-        return value
-    matrix = ego.matrix
-    if not channel.law.roles:
-        moved = value.astype(np.float64)
-        # The body is mirrored with its world: its own left and right are exchanged, so that its
-        # axes stay a rotation.
-        mirror = np.diag((1.0, -1.0 if ego.flip_x != ego.flip_y else 1.0, 1.0))
-        moved[..., :3, 3] = moved[..., :3, 3] @ matrix[:3, :3].T + matrix[:3, 3]
-        moved[..., :3, :3] = matrix[:3, :3] / ego.scale @ moved[..., :3, :3] @ mirror
-        return moved.astype(value.dtype)
-    moves = {
-        "positions": _affine(matrix[:3, :3], matrix[:3, 3]),
-        "vectors": _affine(matrix[:3, :3]),
-        "yaws": ego.yaws,
-        "rotations": ego.rotations,
-    }
-    return _move_roles(value, channel, moves)
+        def points(rows: Array) -> Array:
+            places = rows.reshape(-1, 2)
+            if image_map.lens is not None:
+                places = rectified_places(places, image_map.lens)
+            moved = places @ matrix[:2, :2].T + matrix[:2, 2]
+            is_seen = (places >= low) & (places <= high) & (moved >= -0.5) & (moved <= end)
+            inside_masks.append(np.all(is_seen, axis=-1).reshape(rows.shape[:-1]))
+            return moved.reshape(rows.shape)
 
+        def boxes(rows: Array) -> Array:
+            corners: Array = rows.reshape(-1, 4)[:, _CORNERS].reshape(-1, 2)
+            if image_map.lens is not None:
+                corners = rectified_places(corners, image_map.lens)
+            corners = corners.reshape(-1, 4, 2)
+            least = np.clip(corners.min(1), low, high)
+            largest = np.clip(corners.max(1), low, high)
+            clipped = np.concatenate((least, largest), 1)[:, _CORNERS].reshape(-1, 4, 2)
+            moved = clipped @ matrix[:2, :2].T + matrix[:2, 2]
+            first = np.clip(moved.min(1), -0.5, end)
+            last = np.clip(moved.max(1), -0.5, end)
+            is_visible = (largest > least).all(-1) & (last > first).all(-1)
+            inside_masks.append(is_visible.reshape(rows.shape[:-1]))
+            return np.concatenate((first, last), 1).reshape(rows.shape)
 
-def _ego_grid(value: Value, channel: Channel, motion: Motion) -> Value:
-    if motion.ego == IDENTITY:
-        return value
-    law = channel.law
-    # Turned before cells move: the fill of cells outside the extent is not a vector that was
-    # measured.
-    turned = (
-        _move_roles(value, channel, {"vectors": _affine(motion.ego.matrix[:3, :3])})
-        if law.roles
-        else value
-    )
-    return warp_grid(
-        turned,
-        channel.axes,
-        law.extent_m or (),
-        motion.ego,
-        linear=law.interpolation == "linear",
-        fill=law.fill or 0.0,
-    )
+        def visible(rows: Array) -> Array:
+            places = rows.reshape(rows.shape[:-1] if rows.ndim > 1 else rows.shape)
+            masks = [
+                inside for inside in inside_masks if inside.shape[: places.ndim] == places.shape
+            ]
+            if masks:
+                places = places * np.any(
+                    [inside.any(tuple(range(places.ndim, inside.ndim))) for inside in masks],
+                    0,
+                )
+            return places.reshape(rows.shape)
+
+        return _move_roles(value, channel, {"points": points, "boxes": boxes, "visible": visible})
 
 
 def _image_map(channel: Channel, motion: Motion) -> ImageMap:
@@ -404,104 +345,151 @@ def _image_map(channel: Channel, motion: Motion) -> ImageMap:
     return image_map
 
 
-def _image(value: Value, channel: Channel, motion: Motion) -> Value:
-    law = channel.law
-    return warp_image(
-        value,
-        _image_map(channel, motion),
-        linear=law.interpolation == "linear",
-        fill=law.fill or 0.0,
-        fraction=law.fraction or 1,
-    )
+class _EgoPointsLaw(LawCode):
+    """Points and vectors in the frame of ego or of a lidar."""
 
-
-def _image_shape(shape: tuple[int, ...], channel: Channel, motion: Motion) -> tuple[int, ...]:
-    width, height = _image_map(channel, motion).out_wh
-    return (height, width, *shape[2:])
-
-
-def _image_points(value: Value, channel: Channel, motion: Motion) -> Value:
-    """Move points through the map; clip boxes to what the crops leave, then tighten them about
-    their turned corners.
-
-    A box or point of which nothing is left keeps the place where it falls, cut off at the output's
-    border. A number of role ``visible`` becomes 0 where nothing is left of its row's boxes and
-    points, or of its own point.
-    """
-    image_map = _image_map(channel, motion)
-    inside_masks: list[Array] = []
-
-    def points(rows: Array) -> Array:
-        moved, inside = _moved_points(rows, image_map)
-        inside_masks.append(inside)
-        return moved
-
-    def boxes(rows: Array) -> Array:
-        moved, inside = _moved_boxes(rows, image_map)
-        inside_masks.append(inside)
-        return moved
-
-    def visible(rows: Array) -> Array:
-        places = rows.reshape(rows.shape[:-1] if rows.ndim > 1 else rows.shape)
-        masks = [inside for inside in inside_masks if inside.shape[: places.ndim] == places.shape]
-        if masks:
-            places = places * np.any(
-                [inside.any(tuple(range(places.ndim, inside.ndim))) for inside in masks],
-                0,
+    def broken(self, channel: Channel, table: Mapping[str, Channel]) -> Iterator[str]:
+        yield from _broken_roles(channel)
+        yield from _needs_roles(channel, "positions", "vectors")
+        frame = channel.frame or ""
+        sensor = frame.removeprefix("sensor:")
+        if frame != "ego" and (
+            sensor == frame or sensor not in table or table[sensor].sensor != "lidar"
+        ):
+            yield (
+                "law 'ego_points' needs the frame 'ego' or that of a lidar of the table; it is "
+                f"{channel.frame!r:.80}"
             )
-        return places.reshape(rows.shape)
 
-    return _move_roles(value, channel, {"points": points, "boxes": boxes, "visible": visible})
+    def move(self, value: Value, channel: Channel, motion: Motion) -> Value:
+        if motion.ego == IDENTITY:
+            return value
+        frame = channel.frame or "ego"
+        sensor = frame.removeprefix("sensor:")
+        if frame != "ego" and sensor not in motion.sensor2ego:
+            raise SchemaError(
+                f"channel '{channel.name}' is in the frame of '{sensor}', whose place is unknown"
+            )
+        frame2ego = np.eye(4) if frame == "ego" else motion.sensor2ego[sensor]
+        linear, shift = motion.ego.in_frame(frame2ego)
+        return _move_roles(
+            value,
+            channel,
+            {"positions": _affine(linear, shift), "vectors": _affine(linear)},
+        )
 
 
-def _moved_points(points: Array, image_map: ImageMap) -> tuple[Array, Array]:
-    flat = points.reshape(-1, 2)
-    if image_map.lens is not None:
-        flat = rectified_places(flat, image_map.lens)
-    matrix = image_map.centre_matrix()
-    moved = flat @ matrix[:2, :2].T + matrix[:2, 2]
-    left, top, right, bottom = image_map.visible
-    width, height = image_map.out_wh
-    low = np.asarray((left - 0.5, top - 0.5))
-    high = np.asarray((right - 0.5, bottom - 0.5))
-    inside = (moved >= -0.5) & (moved <= np.asarray((width - 0.5, height - 0.5)))
-    is_inside: Array = np.all((flat >= low) & (flat <= high) & inside, axis=-1)
-    return moved.reshape(points.shape), is_inside.reshape(points.shape[:-1])
+class _EgoBoxesLaw(LawCode):
+    """Boxes in the frame of ego."""
+
+    def broken(self, channel: Channel, _table: Mapping[str, Channel]) -> Iterator[str]:
+        yield from _needs_ego(channel)
+        yield from _broken_roles(channel)
+        yield from _needs_roles(channel, "boxes", "vectors", "rotations")
+
+    def move(self, value: Value, channel: Channel, motion: Motion) -> Value:
+        ego = motion.ego
+        if ego == IDENTITY:
+            return value
+
+        def boxes(rows: Array) -> Array:
+            return ego.boxes3d(rows.reshape(-1, 7)).reshape(rows.shape)
+
+        moves = {
+            "boxes": boxes,
+            "vectors": _affine(ego.matrix[:3, :3]),
+            "rotations": ego.rotations,
+        }
+        return _move_roles(value, channel, moves)
 
 
-def _moved_boxes(boxes: Array, image_map: ImageMap) -> tuple[Array, Array]:
-    flat = boxes.reshape(-1, 4)
-    corners: Array = flat[:, [0, 1, 2, 1, 2, 3, 0, 3]].reshape(-1, 2)
-    if image_map.lens is not None:
-        corners = rectified_places(corners, image_map.lens)
-    corners = corners.reshape(-1, 4, 2)
-    left, top, right, bottom = image_map.visible
-    low = np.clip(corners.min(1), (left - 0.5, top - 0.5), (right - 0.5, bottom - 0.5))
-    high = np.clip(corners.max(1), (left - 0.5, top - 0.5), (right - 0.5, bottom - 0.5))
-    clipped = np.concatenate((low, high), 1)[:, [0, 1, 2, 1, 2, 3, 0, 3]].reshape(-1, 4, 2)
-    matrix = image_map.centre_matrix()
-    moved = clipped @ matrix[:2, :2].T + matrix[:2, 2]
-    width, height = image_map.out_wh
-    first = np.clip(moved.min(1), -0.5, (width - 0.5, height - 0.5))
-    last = np.clip(moved.max(1), -0.5, (width - 0.5, height - 0.5))
-    is_visible = (high > low).all(-1) & (last > first).all(-1)
-    return np.concatenate((first, last), 1).reshape(boxes.shape), is_visible.reshape(
-        boxes.shape[:-1]
-    )
+class _EgoGridLaw(LawCode):
+    """A raster on the ground about ego, or a grid of the space about it."""
+
+    def broken(self, channel: Channel, _table: Mapping[str, Channel]) -> Iterator[str]:
+        yield from _needs_ego(channel)
+        yield from _broken_roles(channel)
+        yield from _broken_fill(channel)
+        extent = channel.law.extent_m or ()
+        space = [name for name in ("x", "y", "z") if name in channel.axes]
+        if space[:2] != ["x", "y"] or channel.kind not in ("array", "image"):
+            yield (
+                "law 'ego_grid' moves kind array or image with the axes x and y (and z); not "
+                f"{list(channel.axes)}"
+            )
+        half = len(extent) // 2
+        if len(extent) != 2 * len(space) or not np.isfinite(extent).all():
+            yield f"extent_m {list(extent)} must have {2 * len(space)} finite borders in m"
+        elif any(low == high for low, high in zip(extent[:half], extent[half:], strict=True)):
+            yield f"extent_m {list(extent)} is empty"
+
+    def move(self, value: Value, channel: Channel, motion: Motion) -> Value:
+        if motion.ego == IDENTITY:
+            return value
+        law = channel.law
+        turned = value
+        if law.roles:
+            # Before cells move: the fill of cells outside the extent is not a vector that was
+            # measured.
+            turned = _move_roles(value, channel, {"vectors": _affine(motion.ego.matrix[:3, :3])})
+        return warp_grid(
+            turned,
+            channel.axes,
+            law.extent_m or (),
+            motion.ego,
+            linear=law.interpolation == "linear",
+            fill=law.fill or 0.0,
+        )
+
+
+class _EgoPosesLaw(LawCode):
+    """Poses of bodies in the frame of ego."""
+
+    def broken(self, channel: Channel, _table: Mapping[str, Channel]) -> Iterator[str]:
+        yield from _needs_ego(channel)
+        yield from _broken_roles(channel)
+        if not channel.law.roles and (
+            channel.shape[-2:] != (4, 4) or not channel.dtype.startswith("float")
+        ):
+            yield (
+                "law 'ego_poses' without roles moves 4x4 matrices of floats; the shape is "
+                f"{list(channel.shape)}"
+            )
+
+    def move(self, value: Value, channel: Channel, motion: Motion) -> Value:
+        ego = motion.ego
+        if ego == IDENTITY:
+            return value
+        matrix = ego.matrix
+        if not channel.law.roles:
+            moved = value.astype(np.float64)
+            # The body is mirrored with its world: its own left and right are exchanged, so that its
+            # axes stay a rotation.
+            mirror = np.diag((1.0, -1.0 if ego.flip_x != ego.flip_y else 1.0, 1.0))
+            moved[..., :3, 3] = moved[..., :3, 3] @ matrix[:3, :3].T + matrix[:3, 3]
+            moved[..., :3, :3] = matrix[:3, :3] / ego.scale @ moved[..., :3, :3] @ mirror
+            return moved.astype(value.dtype)
+        moves = {
+            "positions": _affine(matrix[:3, :3], matrix[:3, 3]),
+            "vectors": _affine(matrix[:3, :3]),
+            "yaws": ego.yaws,
+            "rotations": ego.rotations,
+        }
+        return _move_roles(value, channel, moves)
 
 
 LAWS: Final = Registry(
     "law",
     "fuelrail.laws",
     {
-        "fixed": LawCode(_nothing_broken, _stays),
-        "image": LawCode(_broken_image, _image, _image_shape),
-        "image_points": LawCode(_broken_image_points, _image_points),
-        "ego_points": LawCode(_broken_ego_points, _ego_points),
-        "ego_boxes": LawCode(_broken_ego_boxes, _ego_boxes),
-        "ego_grid": LawCode(_broken_grid, _ego_grid),
-        "ego_poses": LawCode(_broken_poses, _ego_poses),
-        "classes": LawCode(_nothing_broken, _stays),
+        "fixed": LawCode(),
+        "image": _ImageLaw(),
+        "image_points": _ImagePointsLaw(),
+        "ego_points": _EgoPointsLaw(),
+        "ego_boxes": _EgoBoxesLaw(),
+        "ego_grid": _EgoGridLaw(),
+        "ego_poses": _EgoPosesLaw(),
+        "classes": LawCode(),
     },
     LawCode,
 )

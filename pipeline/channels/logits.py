@@ -222,12 +222,10 @@ def encode(value: Any, channel: Channel) -> bytes:
             kinds="f",
             shape=(number, code.k),
         )[mask].astype(np.float64)
-        tail = (
-            None
-            if value.tail is None
-            else _part(value.tail, code=code, name="tail", kinds="f", shape=(number,))[mask]
-        )
-        parts += _coded(np.take_along_axis(weights, order, axis=1), tail, code)
+        tail = None
+        if value.tail is not None:
+            tail = _part(value.tail, code=code, name="tail", kinds="f", shape=(number,))[mask]
+        parts += _encode_weights(np.take_along_axis(weights, order, axis=1), tail, code)
     head = np.array([number, len(indices)], "<u4").tobytes()
     bitmap = b"" if len(indices) == number else np.packbits(mask, bitorder="little").tobytes()
     return b"".join((head, bitmap, np.concatenate(parts, axis=1).tobytes()))
@@ -269,13 +267,20 @@ def decode(data: Buffer, channel: Channel) -> Logits:
     indices = _decode_elias_fano(rows, code)
     _check_indices(indices, code)
     weights, tail = (
-        _decoded(rows, code)
+        _decode_weights(rows, code)
         if code.is_topk
         else (np.full((stored, code.k), 1 / code.k, np.float32), None)
     )
-    if stored == number:
-        return Logits(indices, weights, tail, mask)
-    return Logits(indices, weights, tail).map(lambda part: _spread(part, mask))._replace(known=mask)
+    logits = Logits(indices, weights, tail)
+    if stored < number:
+
+        def spread(part: NDArray[Any]) -> NDArray[Any]:
+            spread_part = np.zeros((number, *part.shape[1:]), part.dtype)
+            spread_part[mask] = part
+            return spread_part
+
+        logits = logits.map(spread)
+    return logits._replace(known=mask)
 
 
 def collate(values: Sequence[Logits | None], channel: Channel, _: tuple[int, ...]) -> Logits:
@@ -379,7 +384,7 @@ def _decode_elias_fano(rows: NDArray[np.uint8], code: _Code) -> NDArray[np.int32
     return tokens
 
 
-def _coded(
+def _encode_weights(
     weights: NDArray[np.float64], tail: NDArray[Any] | None, code: _Code
 ) -> list[NDArray[np.uint8]]:
     """Return the columns of bytes of probabilities and tail: logarithms as float16, or as steps
@@ -411,7 +416,7 @@ def _coded(
     return [codes, step.view(np.uint8), odds]
 
 
-def _decoded(
+def _decode_weights(
     rows: NDArray[np.uint8], code: _Code
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     _, begin, end = code.ends
@@ -438,9 +443,3 @@ def _decoded(
     weights: NDArray[np.float32] = np.exp(logs)
     weights *= (np.exp(-np.logaddexp(0, odds)) / weights.sum(axis=1))[:, None]
     return weights, np.exp(-np.logaddexp(0, -odds))
-
-
-def _spread(part: NDArray[Any], mask: NDArray[np.bool_]) -> NDArray[Any]:
-    spread = np.zeros((len(mask), *part.shape[1:]), part.dtype)
-    spread[mask] = part
-    return spread

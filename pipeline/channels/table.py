@@ -180,34 +180,6 @@ def broken_entry(channel: Channel) -> Iterator[str]:
     sides = [side for side in channel.shape if side is not None]
     if any(side < 1 for side in sides) or math.prod(sides) > _MOST_SIDE:
         yield f"shape {list(channel.shape)} must have sides from 1, and {_MOST_SIDE} values at most"
-    yield from _broken_columns(channel)
-    texts = [
-        channel.codec,
-        channel.source_name,
-        channel.description,
-        channel.frame or "",
-        channel.sensor or "",
-    ]
-    texts += [
-        *channel.axes,
-        *channel.columns,
-        *channel.units,
-        *(spec.name for spec in channel.arrays),
-    ]
-    texts += [channel.law.camera or "", *(spec.unit for spec in channel.arrays)]
-    texts += [channel.vocabulary.name] if channel.vocabulary is not None else []
-    if max(map(len, texts)) > MAX_TEXT:
-        yield f"a text of {max(map(len, texts))} characters, at most {MAX_TEXT} are allowed"
-    if channel.frame not in (None, "ego", "global") and not (channel.frame or "").startswith(
-        ("image:", "sensor:")
-    ):
-        yield (
-            f"frame '{shortened(channel.frame)}' is unknown: ego, global, image:CAMERA or "
-            "sensor:NAME, or leave it out"
-        )
-
-
-def _broken_columns(channel: Channel) -> Iterator[str]:
     # A lidar's columns may occur twice: `fuelrail verify --deep` reports that.
     if channel.sensor is None and len(set(channel.columns)) != len(channel.columns):
         yield f"columns {_listed(channel.columns)} must differ"
@@ -235,6 +207,30 @@ def _broken_columns(channel: Channel) -> Iterator[str]:
             )
     if len({spec.name for spec in channel.arrays}) != len(channel.arrays):
         yield f"arrays {_listed([spec.name for spec in channel.arrays])} must differ"
+    texts = [
+        channel.codec,
+        channel.source_name,
+        channel.description,
+        channel.frame or "",
+        channel.sensor or "",
+    ]
+    texts += [
+        *channel.axes,
+        *channel.columns,
+        *channel.units,
+        *(spec.name for spec in channel.arrays),
+    ]
+    texts += [channel.law.camera or "", *(spec.unit for spec in channel.arrays)]
+    texts += [channel.vocabulary.name] if channel.vocabulary is not None else []
+    if max(map(len, texts)) > MAX_TEXT:
+        yield f"a text of {max(map(len, texts))} characters, at most {MAX_TEXT} are allowed"
+    if channel.frame not in (None, "ego", "global") and not (channel.frame or "").startswith(
+        ("image:", "sensor:")
+    ):
+        yield (
+            f"frame '{shortened(channel.frame)}' is unknown: ego, global, image:CAMERA or "
+            "sensor:NAME, or leave it out"
+        )
 
 
 def check_shape(array: NDArray[np.generic], channel: Channel) -> str | None:

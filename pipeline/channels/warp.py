@@ -153,17 +153,21 @@ def _axis(places: NDArray[np.float64], size: int, inside: NDArray[np.bool_]) -> 
     )
 
 
-def _look_up(
-    raster: NDArray[np.generic], axes: list[_Axis], *, linear: bool, fill: float
-) -> NDArray[np.generic]:
+def _look_up(raster: NDArray[Any], axes: list[_Axis], *, linear: bool, fill: float) -> NDArray[Any]:
     """Look up elements of the raster's first axes: one axis, or two whose places are a line each
     or a plane of both.
     """
     plane = len(axes) == 2 and axes[0].nearest.ndim == 1
+    out = raster
     if len(axes) == 1 or plane:  # one axis after the other: a rotation is not in it
-        out: NDArray[Any] = raster
         for number, axis in enumerate(axes):
-            out = _along(out, axis, number, linear=linear)
+            if not linear:
+                out = out.take(axis.nearest, number)
+                continue
+            lower = out.take(axis.lower, number)
+            upper = out.take(axis.upper, number)
+            weight = axis.weight.reshape(-1, *(1,) * (out.ndim - number - 1))
+            out = lower + (upper.astype(np.float64) - lower) * weight
         inside = axes[0].inside
         if plane:
             inside = inside[:, None] & axes[1].inside
@@ -171,33 +175,18 @@ def _look_up(
         out = raster[axes[0].nearest, axes[1].nearest]
         inside = axes[0].inside & axes[1].inside
     else:
-        out = _bilinear(raster, axes[0], axes[1])
+        rows, columns = axes
+        more = (1,) * (raster.ndim - 2)
+        across = columns.weight.reshape(*columns.weight.shape, *more)
+        down = rows.weight.reshape(*rows.weight.shape, *more)
+        above, below = (
+            raster[row, columns.lower] * (1.0 - across) + raster[row, columns.upper] * across
+            for row in (rows.lower, rows.upper)
+        )
+        out = above * (1.0 - down) + below * down
         inside = axes[0].inside & axes[1].inside
     if linear and raster.dtype.kind in "iub":
         out = np.rint(out)
     out = out.astype(raster.dtype, copy=not np.shares_memory(out, raster))
     out[~inside] = fill
     return out
-
-
-def _along(raster: NDArray[Any], axis: _Axis, number: int, *, linear: bool) -> NDArray[Any]:
-    if not linear:
-        nearest: NDArray[Any] = raster.take(axis.nearest, number)
-        return nearest
-    lower = raster.take(axis.lower, number)
-    upper = raster.take(axis.upper, number)
-    weight = axis.weight.reshape(-1, *(1,) * (raster.ndim - number - 1))
-    mixed: NDArray[Any] = lower + (upper.astype(np.float64) - lower) * weight
-    return mixed
-
-
-def _bilinear(raster: NDArray[Any], rows: _Axis, columns: _Axis) -> NDArray[Any]:
-    more = (1,) * (raster.ndim - 2)
-    across = columns.weight.reshape(*columns.weight.shape, *more)
-    down = rows.weight.reshape(*rows.weight.shape, *more)
-    above, below = (
-        raster[row, columns.lower] * (1.0 - across) + raster[row, columns.upper] * across
-        for row in (rows.lower, rows.upper)
-    )
-    blended: NDArray[Any] = above * (1.0 - down) + below * down
-    return blended

@@ -217,11 +217,7 @@ def encode(
             raise ConfigError(f"codec {ZSTD_DICT!r} needs a dictionary")
         return dictionary.zstd.compressor(level).compress(raw)
     row = _row_bytes(codec)
-    return (
-        _compress_planes(_to_planes(raw, row), row, level)
-        if row
-        else _PLAIN.compressor(level).compress(raw)
-    )
+    return _encode_planes(raw, row, level) if row else _PLAIN.compressor(level).compress(raw)
 
 
 def decode(
@@ -270,7 +266,7 @@ def decode(
         raise CodecError(f"damaged zstd frame: {error}") from error
     if len(raw) != expected:
         raise CodecError(f"decoded to {len(raw)} bytes instead of {expected}")
-    return _from_planes(raw, row) if row else raw
+    return _decode_planes(raw, row) if row else raw
 
 
 @functools.lru_cache(maxsize=64)
@@ -289,22 +285,20 @@ def _row_bytes(codec: str) -> int:
     return int(match.group(1))
 
 
-def _to_planes(raw: Buffer, row: int) -> memoryview:
-    # Rows are counted from the end, because array files have a header in front and their data last.
-    data = np.frombuffer(raw, np.uint8)
-    head = data.size % row
-    shuffled = np.empty(data.size, np.uint8)
-    shuffled[:head] = data[:head]
-    _transpose(data[head:].reshape(-1, row), shuffled[head:].reshape(row, -1))
-    return shuffled.data
-
-
-def _compress_planes(shuffled: memoryview, row: int, level: int) -> bytes:
-    """Compress byte planes, each large one as blocks of its own, into one zstd frame.
+def _encode_planes(raw: Buffer, row: int, level: int) -> bytes:
+    """Compress the planes of the bytes of rows, each large one as blocks of its own, into one zstd
+    frame.
 
     Exponents and mantissas have little in common. So each gets a Huffman table that fits, and a
     plane that does not shrink stays as it is, which is decoded at the speed of a copy.
     """
+    # Rows are counted from the end, because array files have a header in front and their data last.
+    data = np.frombuffer(raw, np.uint8)
+    head = data.size % row
+    planes = np.empty(data.size, np.uint8)
+    planes[:head] = data[:head]
+    _transpose(data[head:].reshape(-1, row), planes[head:].reshape(row, -1))
+    shuffled = planes.data
     size = len(shuffled)
     plane = size // row
     if plane < _MIN_BLOCK_BYTES:
@@ -324,7 +318,7 @@ def _compress_planes(shuffled: memoryview, row: int, level: int) -> bytes:
     return b"".join(parts)
 
 
-def _from_planes(shuffled: bytes, row: int) -> memoryview:
+def _decode_planes(shuffled: bytes, row: int) -> memoryview:
     data = np.frombuffer(shuffled, np.uint8)
     head = data.size % row
     raw = np.empty(data.size, np.uint8)

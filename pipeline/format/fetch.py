@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 from fuelrail.pipeline.errors import (
     DatasetError,
@@ -155,11 +155,22 @@ class RemoteFolder:
         retry: RetryPolicy,
     ) -> None:
         """Open the file system; raise what :func:`filesystem` raises."""
-        self._open = partial(
-            filesystem,
-            url,
-            _with_patience(url, storage_options, retry.attempt_timeout_s),
-        )
+        options = storage_options
+        client_options = (storage_options or {}).get("client_kwargs", {})
+        if url.startswith("http") and isinstance(client_options, Mapping):
+            with contextlib.suppress(ImportError):  # said where the file system is made
+                import aiohttp
+
+                # fsspec's own wait for the next bytes is 300 s.
+                silence_s = retry.attempt_timeout_s
+                timeout = aiohttp.ClientTimeout(
+                    total=300, sock_connect=silence_s, sock_read=silence_s
+                )
+                options = {
+                    **(storage_options or {}),
+                    "client_kwargs": {"timeout": timeout, **client_options},
+                }
+        self._open = partial(filesystem, url, options)
         fs, self._path = self._open()
         self._opened = {os.getpid(): fs}
         self.shown = shown_url(url)
@@ -202,10 +213,18 @@ class RemoteFolder:
         path = f"{self._path}/{name}"
 
         def work() -> bytes:
-            if self.shown.startswith("http"):
-                return self._streamed(path, max_bytes + 1)
-            data: bytes = self._fs.cat_file(path, start=0, end=max_bytes + 1)
-            return data
+            if not self.shown.startswith("http"):
+                data: bytes = self._fs.cat_file(path, start=0, end=max_bytes + 1)
+                return data
+            # A server may ignore a range that is asked for, and have no end. Without a block size
+            # it is a stream; a stated size saves the request that would ask for it.
+            parts = list[bytes]()
+            remaining = max_bytes + 1
+            with self._fs.open(path, "rb", block_size=0, size=remaining) as file:
+                while remaining > 0 and (part := file.read(min(remaining, READ_BYTES))):
+                    parts.append(part)
+                    remaining -= len(part)
+            return b"".join(parts)
 
         data = call_with_retries(work, self.retry, self._on_fault(name), self._options)
         if len(data) > max_bytes:
@@ -231,20 +250,6 @@ class RemoteFolder:
                 f"{end - first}: it does not serve byte ranges, which datasets need"
             )
         return data
-
-    def _streamed(self, path: str, num_bytes: int) -> bytes:
-        """Return the first bytes of a file at a server, which may ignore a range that is asked
-        for, and have no end.
-        """
-        parts = list[bytes]()
-        remaining = num_bytes
-        # Without a block size it is a stream; a stated size saves the request that would ask for
-        # it.
-        with self._fs.open(path, "rb", block_size=0, size=num_bytes) as file:
-            while remaining > 0 and (part := file.read(min(remaining, READ_BYTES))):
-                parts.append(part)
-                remaining -= len(part)
-        return b"".join(parts)
 
     def manifest(self, kinds: Kinds) -> tuple[bytes, Manifest]:
         """Return ``dataset.json`` and its content; raise ManifestError where it stays wrong."""
@@ -280,50 +285,27 @@ class RemoteFolder:
 
     def _on_fault(self, name: str) -> Callable[[Fault, float | None], None]:
         def report(fault: Fault, pause_s: float | None) -> None:
-            if pause_s is None:
-                self._fail(name, fault)
-            _LOG.warning(
-                "%s/%s: %s; trying again in %.1f s",
-                self.shown,
-                name,
-                fault.text,
-                pause_s,
-            )
+            if pause_s is not None:
+                _LOG.warning(
+                    "%s/%s: %s; trying again in %.1f s",
+                    self.shown,
+                    name,
+                    fault.text,
+                    pause_s,
+                )
+                return
+            if fault.kind == "missing" and name == MANIFEST_FILE:
+                raise DatasetNotReadyError(
+                    f"'{self.shown}' has no dataset.json: sharding has not finished there"
+                ) from None
+            reason = {
+                "missing": "is not there",
+                "refused": f"may not be read: {fault.advice}",
+                "invalid": "cannot be read",
+            }.get(fault.kind, f"could not be read for {self.retry.deadline_s:g} s")
+            raise DatasetError(f"'{self.shown}/{name}' {reason} ({fault.text})") from None
 
         return report
-
-    def _fail(self, name: str, fault: Fault) -> NoReturn:
-        if fault.kind == "missing" and name == MANIFEST_FILE:
-            raise DatasetNotReadyError(
-                f"'{self.shown}' has no dataset.json: sharding has not finished there"
-            ) from None
-        reason = {
-            "missing": "is not there",
-            "refused": f"may not be read: {fault.advice}",
-            "invalid": "cannot be read",
-        }.get(fault.kind, f"could not be read for {self.retry.deadline_s:g} s")
-        raise DatasetError(f"'{self.shown}/{name}' {reason} ({fault.text})") from None
-
-
-def _with_patience(
-    url: str, storage_options: Mapping[str, Any] | None, silence_s: float
-) -> Mapping[str, Any] | None:
-    """Add to the options of a web file system a wait of ``silence_s`` for the next bytes;
-    fsspec's own waits 300 s.
-    """
-    options = storage_options or {}
-    client_options = options.get("client_kwargs", {})
-    if not url.startswith("http") or not isinstance(client_options, Mapping):
-        return storage_options
-    with contextlib.suppress(ImportError):  # said where the file system is made
-        import aiohttp
-
-        timeout = aiohttp.ClientTimeout(total=300, sock_connect=silence_s, sock_read=silence_s)
-        return {
-            **options,
-            "client_kwargs": {"timeout": timeout, **client_options},
-        }
-    return storage_options
 
 
 def _is_here(file: Path, entry: FileEntry) -> bool:

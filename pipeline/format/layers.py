@@ -37,7 +37,6 @@ from fuelrail.pipeline.errors import (
     ConfigError,
     IndexFileError,
     ManifestError,
-    OrderError,
     SchemaError,
 )
 from fuelrail.pipeline.format.attributes import Attributes
@@ -441,29 +440,3 @@ def present_samples(layer: Layer, dataset: Dataset, split: str) -> NDArray[np.in
     entry = dataset.split(split)
     positions = np.arange(entry.first_sample, entry.first_sample + entry.num_samples)
     return np.flatnonzero(layer.rows_at(positions) >= 0)
-
-
-def check_present(
-    layer: Layer,
-    dataset: Dataset,
-    split: str,
-    selected: NDArray[np.int64] | None,
-) -> None:
-    """Raise OrderError, naming some, where selected samples of a split (None: all) have no row
-    in the layer.
-    """
-    if layer.is_complete:
-        return
-    present = present_samples(layer, dataset, split)
-    num_samples = dataset.split(split).num_samples
-    samples = np.arange(num_samples) if selected is None else selected
-    lacking = np.setdiff1d(samples, present, assume_unique=True)
-    if not lacking.size:
-        return
-    first = dataset.split(split).first_sample
-    keys = [dataset.index.row(first + int(sample)).key for sample in lacking[:_SHOWN_KEYS]]
-    raise OrderError(
-        f"layer '{layer.name}' ('{layer.data.location}') has no value for {lacking.size} of "
-        f"{len(samples)} selected samples, such as {', '.join(keys)}; "
-        "LayerOptions(missing='mask') marks them in the batch, missing='drop' leaves them out"
-    )

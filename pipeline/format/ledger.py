@@ -138,7 +138,11 @@ def read_ledger(path: str | os.PathLike[str], *, open_end: bool = False) -> Ledg
     try:
         with open_file(path, LEDGER.maximum) as file:
             for line in file:
-                if size == 0 and not _begins_as_ledger(line):
+                # A first line may be whole, cut off, or changed in its first digest.
+                first_digest = line[:_DIGEST_CHARS]
+                separator = line[_DIGEST_CHARS : _DIGEST_CHARS + 2]
+                is_cut = separator in (b"", b" ") and not first_digest.strip(b"0123456789abcdef")
+                if size == 0 and separator != b" {" and not is_cut:
                     raise LedgerError(
                         f"'{path}' is no ledger: its first line does not begin with a "
                         "digest; give a file that ledger= of a loader, or `fuelrail bench "
@@ -194,17 +198,6 @@ def read_ledger(path: str | os.PathLike[str], *, open_end: bool = False) -> Ledg
             len(records),
         )
     return Ledger(records=tuple(records), head=digest, size=size, last=last, rest=rest)
-
-
-def _begins_as_ledger(line: bytes) -> bool:
-    """Return whether a first line may be a ledger's: whole, cut off, or changed in its first
-    digest.
-    """
-    digest = line[:_DIGEST_CHARS]
-    separator = line[_DIGEST_CHARS : _DIGEST_CHARS + 2]
-    if separator == b" {":
-        return True
-    return separator in (b"", b" ") and not digest.strip(b"0123456789abcdef")
 
 
 class _Checks:

@@ -315,7 +315,7 @@ def broken_meta(meta: Meta, geometry: Geometry, rig: Rig) -> Iterator[Broken]:
             )
             yield Broken(META, text)
         if camera.dist_model != UNBENT or counts[number]:
-            yield from _of_lens(
+            yield from _broken_lens(
                 channel,
                 camera.dist_model,
                 geometry.dist[number],
@@ -323,7 +323,9 @@ def broken_meta(meta: Meta, geometry: Geometry, rig: Rig) -> Iterator[Broken]:
             )
 
 
-def _of_lens(channel: str, model: str, dist: NDArray[np.float64], count: int) -> Iterator[Broken]:
+def _broken_lens(
+    channel: str, model: str, dist: NDArray[np.float64], count: int
+) -> Iterator[Broken]:
     """Yield the rules that ``count`` coefficients of a camera break."""
     if model != UNBENT and model not in MODELS:
         models = ", ".join((UNBENT, *MODELS))
@@ -386,7 +388,26 @@ def broken_calibration(geometry: Geometry) -> Iterator[str]:
         may_lack = is_absent | (unknown & np.isnan(geometry.cam2ego).all((1, 2)))
         bad &= ~(may_lack & unknown)
         yield from _first(bad, "intrinsics", intrinsics, _K_WORDS)
-    yield from _broken_poses(geometry, is_absent, may_lack)
+    # All of a pose is NaN where it may be unknown: that of a camera without a picture, without a
+    # calibration, and that of a lidar without a sweep.
+    no_sweep = geometry.lidar_timestamp_ns < 0
+    may_be_nan = {
+        "cam2ego": may_lack,
+        "cam_ego2global": is_absent,
+        "ego2global": False,
+        "lidar2ego": no_sweep,
+        "lidar_ego2global": no_sweep,
+    }
+    # One call for all of them: for small arrays the call is most of the cost.
+    is_rigid = are_rigid(_poses(geometry))
+    first = 0
+    for name in _POSES:
+        poses = getattr(geometry, name).reshape(-1, 4, 4)
+        is_broken = ~is_rigid[first : first + len(poses)]
+        first += len(poses)
+        if is_broken.any():
+            is_unknown = may_be_nan[name] & np.isnan(poses).all((1, 2))
+            yield from _first(is_broken & ~is_unknown, name, poses, _POSE_WORDS)
     for name in ("dist", "ego_velocity", "ego_accel", "ego_rates"):
         values: NDArray[np.float64] = getattr(geometry, name)
         bad = np.abs(values) > LARGEST  # NaN is not: it means unknown
@@ -447,36 +468,6 @@ def _whole_bounds(
 def _poses(geometry: Geometry) -> NDArray[np.float64]:
     """Return all poses, (P, 4, 4), in the order of :data:`_POSES`."""
     return np.concatenate([getattr(geometry, name).reshape(-1, 4, 4) for name in _POSES])
-
-
-def _broken_poses(
-    geometry: Geometry,
-    is_absent: NDArray[np.bool_],
-    may_lack: NDArray[np.bool_],
-) -> Iterator[str]:
-    """Yield a text for each kind of pose of which one is not rigid.
-
-    All of a pose is NaN where it may be unknown: that of a camera without a picture
-    (``is_absent``), without a calibration (``may_lack``), and that of a lidar without a sweep.
-    """
-    no_sweep = geometry.lidar_timestamp_ns < 0
-    may_be_nan = {
-        "cam2ego": may_lack,
-        "cam_ego2global": is_absent,
-        "ego2global": False,
-        "lidar2ego": no_sweep,
-        "lidar_ego2global": no_sweep,
-    }
-    # One call for all of them: for small arrays the call is most of the cost.
-    is_rigid = are_rigid(_poses(geometry))
-    first = 0
-    for name in _POSES:
-        poses = getattr(geometry, name).reshape(-1, 4, 4)
-        is_broken = ~is_rigid[first : first + len(poses)]
-        first += len(poses)
-        if is_broken.any():
-            is_unknown = may_be_nan[name] & np.isnan(poses).all((1, 2))
-            yield from _first(is_broken & ~is_unknown, name, poses, _POSE_WORDS)
 
 
 def are_rigid(poses: NDArray[np.float64]) -> NDArray[np.bool_]:

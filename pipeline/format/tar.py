@@ -117,7 +117,11 @@ def member_header(name: str, size: int) -> bytes:
     if len(name) <= _USTAR_NAME_BYTES and name.isascii():
         return _ustar_block(name.encode("ascii"), size, b"0", _DEVICES)
     # Written here, not by Python's tarfile: its bytes have changed between Python versions.
-    record = _pax_record(b"path", name.encode("utf-8"))
+    # A record is `LENGTH path=NAME\n`, where LENGTH counts all of it, itself included.
+    rest = b" path=%s\n" % name.encode("utf-8")
+    length = len(rest) + len(str(len(rest)))
+    length = len(rest) + len(str(length))  # one digit more where the first guess carried over
+    record = b"%d%s" % (length, rest)
     padding = _ZERO_BLOCK[: -len(record) % BLOCK_BYTES]
     front = name.encode("ascii", "replace")[:_USTAR_NAME_BYTES]
     # GNU tar leaves the device numbers of the extended header itself blank.
@@ -184,14 +188,6 @@ def _after_checksum(typeflag: bytes, devices: bytes) -> tuple[bytes, int]:
     """
     back = typeflag + bytes(100) + b"ustar\x00" + b"00" + bytes(64) + devices + bytes(167)
     return back, sum(_MODE_UID_GID) + sum(_MTIME) + 8 * ord(" ") + sum(back)
-
-
-def _pax_record(keyword: bytes, value: bytes) -> bytes:
-    """Return ``LENGTH keyword=value\\n``, where LENGTH counts the whole record, itself included."""
-    rest = len(b" " + keyword + b"=" + value + b"\n")
-    length = rest + len(str(rest))
-    length = rest + len(str(length))  # one digit more where the first guess carried over
-    return b"%d %s=%s\n" % (length, keyword, value)
 
 
 def pack_sample(key: str, members: Sequence[StoredMember]) -> PackedSpan:
@@ -300,7 +296,13 @@ def _read_header(view: memoryview, position: int, shard: str) -> tuple[str | Non
         raise TruncatedShardError("the shard ends inside a header", shard=shard, offset=position)
     try:
         info = tarfile.TarInfo.frombuf(header[-BLOCK_BYTES:], "utf-8", "strict")
-        name = _pax_path(header[BLOCK_BYTES:-BLOCK_BYTES]) if is_pax else info.name
+        name = info.name
+        if is_pax:  # `LENGTH path=NAME\n`, and nothing else
+            records = header[BLOCK_BYTES:-BLOCK_BYTES]
+            match = re.match(rb"(\d+) path=", records)
+            if match is None:
+                raise ValueError("pax header without a path record")
+            name = records[match.end() : int(match[1]) - 1].decode("utf-8")
         normal = member_header(name, info.size)
     except (
         tarfile.HeaderError,
@@ -316,11 +318,3 @@ def _read_header(view: memoryview, position: int, shard: str) -> tuple[str | Non
             offset=position,
         )
     return name, info.size, position + length
-
-
-def _pax_path(records: bytes) -> str:
-    """Return the path out of a pax header that holds just that: ``LENGTH path=NAME\\n``."""
-    match = re.match(rb"(\d+) path=", records)
-    if match is None:
-        raise ValueError("pax header without a path record")
-    return records[match.end() : int(match.group(1)) - 1].decode("utf-8")

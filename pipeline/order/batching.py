@@ -96,7 +96,20 @@ class Batching:
                 f"a global batch must have 1 .. 2**31 {self.unit}, got {self.global_batch}"
             )
         if self.global_batch % self.world.size:
-            raise WorldError(_indivisible(self.global_batch, self.world.size))
+            batch = self.global_batch
+            size = self.world.size
+            below = batch - batch % size
+            batches = " or ".join(str(near) for near in (below, below + size) if near)
+            small = [count for count in range(1, math.isqrt(batch) + 1) if batch % count == 0]
+            divisors = small + [batch // count for count in reversed(small)]
+            sizes = f"{max(count for count in divisors if count < size)}"
+            if larger := [count for count in divisors if count > size]:
+                sizes += f" or {larger[0]}"
+            raise WorldError(
+                f"a global batch of {batch} cannot be split evenly over {size} ranks; nearest "
+                f"that work: a global batch of {batches} on {size} ranks, or {sizes} ranks for "
+                f"{batch}"
+            )
         if not 0 <= self.start <= self.epoch_length:
             raise WorldError(
                 f"{self.start} {self.unit} consumed in an epoch that has {self.epoch_length}"
@@ -388,21 +401,3 @@ def _integers(record: object, *names: str) -> None:
             raise WorldError(
                 f"{type(record).__name__}: {name}={value!r} must be an integer"
             ) from error
-
-
-def _indivisible(global_batch: int, size: int) -> str:
-    """Return a message with the nearest global batches and world sizes that fit."""
-    below = global_batch - global_batch % size
-    batches = " or ".join(str(batch) for batch in (below, below + size) if batch)
-    small = [count for count in range(1, math.isqrt(global_batch) + 1) if global_batch % count == 0]
-    divisors = small + [global_batch // count for count in reversed(small)]
-    near = [
-        max(count for count in divisors if count < size),
-        *[count for count in divisors if count > size][:1],
-    ]
-    sizes = " or ".join(str(count) for count in near)
-    return (
-        f"a global batch of {global_batch} cannot be split evenly over {size} ranks; "
-        f"nearest that work: a global batch of {batches} on {size} ranks, or {sizes} ranks "
-        f"for {global_batch}"
-    )

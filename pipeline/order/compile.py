@@ -7,7 +7,7 @@
     samples = order.epoch(3)(positions)          # positions 0 .. order.epoch_length - 1
 
 `read_inputs` reads all that the order depends on, once. The rest computes without files:
-`select_samples` says which samples, `arrange` weighs them and puts them in order, and `OrderCosts`
+`select_samples` says which samples, `arrange` weighs them and puts them in order, and `regroup`
 groups them in packs or buckets, leaves samples out, and deals them to ranks. A stage of a run is
 arranged as an order of its own.
 
@@ -28,35 +28,26 @@ import msgspec
 import numpy as np
 
 from fuelrail.pipeline.errors import OrderError
-from fuelrail.pipeline.order.epoch import (
-    DIGEST_CHARS,
-    CopyMap,
-    EndlessOrder,
-    MappedEpoch,
-    SelectedSamples,
-    digest,
-)
-from fuelrail.pipeline.order.inputs import OrderInputs, read_inputs
+from fuelrail.pipeline.order.balance import BalancedOrder
+from fuelrail.pipeline.order.bucket import BucketedOrder
+from fuelrail.pipeline.order.cost import NO_COSTS, OrderCosts, compute_order_costs
+from fuelrail.pipeline.order.epoch import EndlessOrder, digest
+from fuelrail.pipeline.order.inputs import LayerSamples, OrderInputs, read_inputs
 from fuelrail.pipeline.order.keys import unknown_names
 from fuelrail.pipeline.order.lanes import LaneOrder
 from fuelrail.pipeline.order.mix import (
     MAX_BLOCK,
-    Mix,
     MixedOrder,
     MixSchedule,
     MixStage,
 )
-from fuelrail.pipeline.order.permutation import derive_key
-from fuelrail.pipeline.order.spec import ORDER_VERSION, OrderSpec, position_map
-from fuelrail.pipeline.order.uses import OrderCosts
-from fuelrail.pipeline.order.weights import (
-    SystematicSampling,
-    columns_of,
-    compute_weights,
-    natural_length,
-    value_numbers,
-)
+from fuelrail.pipeline.order.pack import PackedOrder
+from fuelrail.pipeline.order.permutation import derive_seed
+from fuelrail.pipeline.order.regroup import RegroupedOrder
+from fuelrail.pipeline.order.spec import ORDER_VERSION, CompiledOrder, OrderSpec
+from fuelrail.pipeline.order.weights import weigh_parts
 from fuelrail.pipeline.order.windows import TimeWindow, Window, window_lookup
+from fuelrail.pipeline.order.without import ThinnedOrder
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -94,39 +85,31 @@ def compile_order(
     selected; ConfigError for an unknown split; IndexFileError for attributes that don't fit.
     """
     from fuelrail.pipeline.format.attributes import Attributes, ClipTable
-    from fuelrail.pipeline.format.layers import (
-        JoinedAttributes,
-        check_present,
-        present_samples,
-    )
+    from fuelrail.pipeline.format.layers import JoinedAttributes, present_samples
 
-    spec = spec.resolved()
     num_samples = dataset.split(split).num_samples
     if not num_samples:
         raise OrderError(f"split {split!r} of dataset '{dataset.root}' has no samples")
     if clips is None and needs_clips(spec, window):
         clips = ClipTable.of_split(dataset, split, times=isinstance(window, TimeWindow))
-    in_layers = [
-        (
-            f"layer '{layer.name}' with missing='drop'",
-            present_samples(layer, dataset, split),
-        )
-        for layer in layers
-        if layer.missing == "drop" and not layer.is_complete
-    ]
     inputs = read_inputs(
         spec,
         JoinedAttributes(dataset, split, layers) if layers else Attributes(dataset, split),
         split_lengths(dataset, split) if spec.kind == "windowed" else [num_samples],
         clips=clips,
-        in_layers=in_layers,
+        layers=[
+            LayerSamples(
+                name=layer.name,
+                location=layer.data.location,
+                samples=present_samples(layer, dataset, split),
+                is_required=layer.missing == "error",
+            )
+            for layer in layers
+            if layer.missing != "mask" and not layer.is_complete
+        ],
         unknown=unknown,
     )
-    rows = select_samples(spec, inputs, window)
-    for layer in layers:
-        if layer.missing == "error":
-            check_present(layer, dataset, split, rows)
-    return arrange(spec, inputs, rows, global_batch=global_batch, window=window)
+    return compile_inputs(spec, inputs, global_batch=global_batch, window=window)
 
 
 def split_lengths(dataset: Dataset, split: str) -> list[int]:
@@ -156,8 +139,7 @@ def compile_table(
     ``clips`` is needed with lanes and with ``window`` (`needs_clips`).
     """
     inputs = read_inputs(spec, attributes, shard_lengths, clips=clips, unknown=unknown)
-    rows = select_samples(spec, inputs, window)
-    return arrange(spec, inputs, rows, global_batch=global_batch, window=window)
+    return compile_inputs(spec, inputs, global_batch=global_batch, window=window)
 
 
 def needs_clips(spec: OrderSpec, window: Window | None) -> bool:
@@ -165,137 +147,181 @@ def needs_clips(spec: OrderSpec, window: Window | None) -> bool:
     return spec.kind == "lanes" or (window is not None and window.pad == "drop")
 
 
-def select_samples(
-    spec: OrderSpec, inputs: OrderInputs, window: Window | None = None
-) -> Rows | None:
-    """Return the samples that filter, subset, layers and window leave, ascending; None: all."""
-    rows = None
-    if spec.filter is not None:
-        rows = _filtered(spec.filter, inputs)
-    if inputs.subset is not None:
-        rows = _narrow(rows, inputs.subset, f"subset '{spec.subset}'")
-    for selector, present in inputs.in_layers:
-        rows = _narrow(rows, present, selector)
-    if window is not None and window.pad == "drop":
-        assert inputs.clips is not None
-        complete = np.flatnonzero(window_lookup(inputs.clips, window).complete())
-        rows = _narrow(rows, complete, f"{window}")
-    return rows
-
-
-def _filtered(text: str, inputs: OrderInputs) -> Rows:
-    """Return the samples for which a filter holds, at least one, ascending."""
-    # Here, with Arrow, which plain orders do without.
-    from fuelrail.pipeline.order.select import Filter
-
-    names = () if inputs.columns is None else inputs.columns.column_names
-    rows = Filter(text, names).select(inputs.columns, inputs.num_samples)
-    return _narrow(None, rows, f"filter {text!r}")
-
-
-def _narrow(rows: Rows | None, among: Rows, selector: str) -> Rows:
-    """Return those of ``rows`` (None: all) that are ``among`` others, ascending; raise OrderError,
-    naming the ``selector``, where none is left.
-    """
-    narrowed = among if rows is None else np.intersect1d(rows, among, assume_unique=True)
-    if narrowed.size:
-        return narrowed
-    text = f"{selector} selects no sample"
-    if rows is not None and among.size:
-        text += f" out of the {len(rows)} selected before"
-    if selector.startswith("filter"):
-        text += "; `fuelrail inspect DATASET` shows the values of its attributes"
-    raise OrderError(text)
-
-
-def arrange(
+def compile_inputs(
     spec: OrderSpec,
     inputs: OrderInputs,
-    rows: Rows | None,
     *,
     global_batch: int | None = None,
     window: Window | None = None,
 ) -> EndlessOrder:
-    """Return the order of the selected ``rows``: in lanes, in stages, mixed or weighted; then in
-    packs or buckets, without what is left out, and dealt.
+    """Return the order that ``spec`` makes of what was read: pure, without files."""
+    rows = select_samples(spec, inputs, window)
+    order = arrange(spec, inputs, rows, global_batch)
+    costs = compute_order_costs(spec, inputs, _take(inputs.columns, rows), rows)
+    _identify(order, spec, inputs, rows=rows, costs=costs)
+    hidden = []
+    named: Rows = np.zeros(0, np.int64)
+    for hidden_rows in inputs.without:
+        if window is not None and window.pad == "drop" and inputs.clips is not None:
+            # With them go the selected samples whose windows show one.
+            named = np.union1d(named, hidden_rows)
+            clips_left = inputs.clips.without(named)
+            is_present = window_lookup(clips_left, window)(clips_left.samples).present
+            lacking = clips_left.samples[~is_present.all(axis=1)]
+            if rows is not None:
+                lacking = np.intersect1d(lacking, rows)
+            hidden_rows = np.union1d(hidden_rows, lacking)
+        hidden.append((hidden_rows,))
+    return regroup(order, spec, costs=costs, global_batch=global_batch, hidden=hidden)
+
+
+def select_samples(
+    spec: OrderSpec, inputs: OrderInputs, window: Window | None = None
+) -> Rows | None:
+    """Return the samples that filter, subset, layers and window leave, ascending; None: all.
+
+    Raises OrderError where none is left, and where one lacks a value of a layer that needs all.
+    """
+    selectors = []
+    if spec.filter is not None:
+        selectors.append((f"filter {spec.filter!r}", inputs.filters[spec.filter]))
+    if inputs.subset is not None:
+        selectors.append((f"subset '{spec.subset}'", inputs.subset))
+    selectors += [
+        (f"layer '{layer.name}' with missing='drop'", layer.samples)
+        for layer in inputs.layers
+        if not layer.is_required
+    ]
+    if window is not None and window.pad == "drop":
+        assert inputs.clips is not None
+        complete = np.flatnonzero(window_lookup(inputs.clips, window).complete())
+        selectors.append((f"{window}", complete))
+    rows = _intersect(selectors)
+    selected = np.arange(inputs.num_samples) if rows is None else rows
+    for layer in inputs.layers:
+        lacking = np.setdiff1d(selected, layer.samples, assume_unique=True)
+        if lacking.size:
+            raise OrderError(
+                f"layer '{layer.name}' ('{layer.location}') has no value for {lacking.size} of "
+                f"{len(selected)} selected samples, the first is "
+                f"{inputs.name_sample(int(lacking[0]))}; "
+                "LayerOptions(missing='mask') marks them in the batch, missing='drop' leaves "
+                "them out"
+            )
+    return rows
+
+
+def _intersect(selectors: Sequence[tuple[str, Rows]]) -> Rows | None:
+    """Return the samples that all selectors name, ascending; None: there are no selectors.
+
+    Raises OrderError, naming the selector that leaves none.
+    """
+    rows = None
+    for selector, samples in selectors:
+        common = samples if rows is None else np.intersect1d(rows, samples, assume_unique=True)
+        if not common.size:
+            text = f"{selector} selects no sample"
+            if rows is not None and samples.size:
+                text += f" out of the {len(rows)} selected before"
+            if selector.startswith("filter"):
+                text += "; `fuelrail inspect DATASET` shows the values of its attributes"
+            raise OrderError(text)
+        rows = common
+    return rows
+
+
+def arrange(
+    spec: OrderSpec, inputs: OrderInputs, rows: Rows | None, global_batch: int | None = None
+) -> EndlessOrder:
+    """Return the order of the selected ``rows`` (None: all): in lanes, in stages, mixed, weighted
+    or plain. Its identity has what the arrangement adds to that of the specification.
     """
     if spec.epoch_length is not None and not spec.weights and spec.mix is None and not spec.stages:
         raise OrderError(f"epoch_length={spec.epoch_length} requires weights, a mix or stages")
-    costs = OrderCosts.compute(spec, inputs, rows)
-    identity = _describe_spec(spec, inputs) | costs.identity()
-    if rows is not None:
-        identity["selected"] = _describe_rows(rows)
-    order: EndlessOrder
+    if spec.stages:
+        return _arrange_stages(spec, inputs, rows)
     if spec.kind == "lanes":
         if global_batch is None:
             raise OrderError("order kind 'lanes' needs the global batch: it is the number of lanes")
         assert inputs.clips is not None
-        identity["lanes"] = global_batch
-        order = LaneOrder(
+        return LaneOrder(
             inputs.clips,
             global_batch,
             seed=spec.seed,
             pieces_per_clip=spec.pieces_per_clip or 1,
             selected=rows,
-            identity=identity,
+            identity={"lanes": global_batch},
         )
-    elif spec.stages:
-        order = _arrange_stages(spec, inputs, rows, identity)
-    elif spec.mix is not None:
-        order = _arrange_mix(spec, spec.mix, inputs, rows=rows, identity=identity)
-    else:
-        sampling = None
-        if spec.weights:
-            table, weights = _weigh(spec, inputs, rows)
-            length = spec.epoch_length or natural_length(spec.weights, table)
-            sampling = SystematicSampling(weights, length)
-            identity["weighted"] = _describe_sampling(sampling)
-        order = CompiledOrder(
+    parts = weigh_parts(spec, _take(inputs.columns, rows), rows, inputs.weight_files)
+    if spec.mix is None:
+        sampling = parts[0].sampling
+        return CompiledOrder(
             spec,
-            identity,
+            {} if sampling is None else {"weighted": sampling.description},
             inputs.shard_lengths,
             selected=rows,
             sampling=sampling,
         )
-    hidden = inputs.without if spec.without else ()
-    if window is not None and window.pad == "drop" and inputs.clips is not None:
-        hidden = _hide_windows(hidden, rows, window, inputs.clips)
-    return costs.apply(order, spec, global_batch, [(hidden_rows,) for hidden_rows in hidden])
+    orders = []
+    for number, (value, part) in enumerate(zip(spec.mix.ratios, parts, strict=True)):
+        assert part.rows is not None
+        text = _describe_rows(part.rows)
+        if part.sampling is not None:
+            text += f", {part.sampling.description}"
+        order = CompiledOrder(
+            msgspec.structs.replace(spec, seed=derive_seed("order mix part", spec.seed, number)),
+            {value: text},
+            inputs.shard_lengths,
+            selected=part.rows,
+            sampling=part.sampling,
+        )
+        orders.append(order)
+    mixed = MixedOrder(
+        orders,
+        tuple(spec.mix.ratios.values()),
+        seed=spec.seed,
+        epoch_length=spec.epoch_length,
+        is_one_split=True,
+    )
+    mixed.identity = {"mixed": mixed.identity["parts"]}
+    return mixed
 
 
-def _describe_spec(spec: OrderSpec, inputs: OrderInputs) -> dict[str, Any]:
-    """Return what an identity has of a spec: no other field that has its default, so that new
-    fields keep a state valid, and digests in the place of files.
+def _identify(
+    order: EndlessOrder,
+    spec: OrderSpec,
+    inputs: OrderInputs,
+    rows: Rows | None,
+    costs: OrderCosts = NO_COSTS,
+) -> None:
+    """Put what a saved position depends on in front of what the identity of an order has: the
+    specification, digests of the costs and of the selected ``rows``.
     """
+    # A field that has its default is not named, so that new fields keep a state valid.
     defaults = plain(OrderSpec())
-    identity: dict[str, Any] = {"version": ORDER_VERSION}
-    identity |= {
+    identity: dict[str, Any] = {"version": ORDER_VERSION, "kind": spec.kind or "shuffled"} | {
         name: value
         for name, value in plain(spec).items()
-        if name in ("kind", "seed") or value != defaults[name]
+        if name == "seed" or value != defaults[name]
     }
     identity.pop("without", None)  # the order without them says it
+    if spec.stages:
+        identity.pop("weights", None)  # those of each stage have them
     if inputs.subset is not None and spec.subset is not None:
         identity["subset"] = _describe_rows(inputs.subset)
     for weighting in identity.get("weights", ()):
         weighting.pop("file", None)  # what the file says is in a digest
-    return identity
+    identity |= costs.digests
+    if rows is not None:
+        identity["selected"] = _describe_rows(rows)
+    order.identity = identity | order.identity
 
 
-def _weigh(
-    spec: OrderSpec, inputs: OrderInputs, rows: Rows | None
-) -> tuple[pa.Table, NDArray[np.float64]]:
-    """Return the columns that the weights of the selected samples depend on, and the weights."""
-    table = inputs.attributes(columns_of(spec.weights), rows)
-    return table, compute_weights(spec.weights, table, inputs.weight_files)
+def _take(table: pa.Table | None, rows: Rows | None) -> pa.Table | None:
+    return table if table is None or rows is None else table.take(rows)
 
 
-def _arrange_stages(
-    spec: OrderSpec,
-    inputs: OrderInputs,
-    rows: Rows | None,
-    identity: dict[str, Any],
-) -> MixedOrder:
+def _arrange_stages(spec: OrderSpec, inputs: OrderInputs, rows: Rows | None) -> MixedOrder:
     """Return the orders of the stages as a mix in blocks of one position, each with its stage's
     order.
     """
@@ -311,18 +337,21 @@ def _arrange_stages(
             stages=(),
             balance=None,
             without=(),
-            seed=_part_seed("order stage", spec.seed, number) if number else spec.seed,
+            seed=derive_seed("order stage", spec.seed, number) if number else spec.seed,
             epoch_length=spec.epoch_length if weights else None,
         )
+        selectors = []
+        if stage.filter is not None:
+            selectors.append((f"filter {stage.filter!r}", inputs.filters[stage.filter]))
+        if rows is not None:
+            selectors.append(("the selection of all stages", rows))
         try:
-            stage_rows = rows
-            if stage.filter is not None:
-                stage_rows = _filtered(stage.filter, inputs)
-                if rows is not None:
-                    stage_rows = _narrow(stage_rows, rows, "the selection of all stages")
-            orders.append(arrange(stage_spec, inputs, stage_rows))
+            stage_rows = _intersect(selectors)
+            order = arrange(stage_spec, inputs, stage_rows)
         except OrderError as error:
             raise OrderError(f"stage {number}: {error}") from error
+        _identify(order, stage_spec, inputs, stage_rows)
+        orders.append(order)
         ratios = {f"{name}": int(name == number) for name in range(len(spec.stages))}
         stages.append(MixStage(ratios=ratios, until=stage.until, ramp=stage.ramp))
     schedule = MixSchedule(stages, list(stages[0].ratios))
@@ -339,141 +368,45 @@ def _arrange_stages(
         {"until": stage.until, "ramp": stage.ramp, "order": order.identity}
         for stage, order in zip(spec.stages, orders, strict=True)
     ]
-    identity.pop("weights", None)  # those of each stage have them
-    staged.identity = {**identity, "stages": described, "epoch_length": length}
+    staged.identity = {"stages": described, "epoch_length": length}
     return staged
 
 
-def _arrange_mix(
+def regroup(
+    order: EndlessOrder,
     spec: OrderSpec,
-    mix: Mix,
-    inputs: OrderInputs,
-    *,
-    rows: Rows | None,
-    identity: dict[str, Any],
-) -> MixedOrder:
-    """Return the mix of the parts of the selected samples, each with its own order; weights are
-    those of the whole selection.
+    costs: OrderCosts,
+    global_batch: int | None,
+    hidden: Sequence[Sequence[Rows]],
+) -> EndlessOrder:
+    """Return an order of samples in packs or buckets, and dealt, where ``spec`` asks for these.
+
+    ``hidden`` are the samples of each part that are left out in their place, in any number of
+    rounds. Raises OrderError for stages of a mix, and for buckets without a global batch or with
+    samples left out.
     """
-    weights = _weigh(spec, inputs, rows)[1] if spec.weights else None
-    column = inputs.attributes((mix.attribute,), rows)[mix.attribute]
-    part_of_row = value_numbers(column, tuple(mix.ratios))
-    parts = []
-    for part_number, value in enumerate(mix.ratios):
-        inside = np.flatnonzero(part_of_row == part_number)
-        if not inside.size:
-            values = ", ".join(sorted(map(str, column.unique().to_pylist()))[:20])
+    if (spec.pack or spec.bucket) and isinstance(order, MixedOrder) and order.schedule is not None:
+        raise OrderError(
+            "stages of a mix count positions of samples: no packs and no buckets, which have others"
+        )
+    if spec.pack is not None:
+        order = PackedOrder(order, spec.pack, costs.pack, spec.seed)
+    if spec.bucket is not None:
+        if hidden:
             raise OrderError(
-                f"mix: no selected sample has {mix.attribute!r} {value!r}; there are: {values}"
+                "`without` shifts positions, and the global batches of buckets keep theirs: no "
+                "buckets"
             )
-        part_rows = inside if rows is None else rows[inside]
-        part_spec = msgspec.structs.replace(
-            spec,
-            seed=_part_seed("order mix part", spec.seed, part_number),
-            filter=None,
-            subset=None,
-            mix=None,
-            epoch_length=None,
+        order = BucketedOrder(
+            base=order,
+            bucket=spec.bucket,
+            costs=costs.bucket,
+            seed=spec.seed,
+            global_batch=global_batch,
         )
-        text = _describe_rows(part_rows)
-        sampling = None
-        if weights is not None:
-            sampling = SystematicSampling(weights[inside], len(part_rows))
-            text += f", {_describe_sampling(sampling)}"
-        part = CompiledOrder(
-            part_spec,
-            {value: text},
-            inputs.shard_lengths,
-            selected=part_rows,
-            sampling=sampling,
-        )
-        parts.append(part)
-    mixed = MixedOrder(
-        parts,
-        tuple(mix.ratios.values()),
-        seed=spec.seed,
-        epoch_length=spec.epoch_length,
-        is_one_split=True,
-    )
-    mixed.identity = {**identity, "mixed": mixed.identity["parts"]}
-    return mixed
-
-
-def _hide_windows(
-    hidden: Sequence[Rows], rows: Rows | None, window: Window, clips: ClipTable
-) -> list[Rows]:
-    """Return hidden samples of each entry of ``without``, and those of ``rows`` whose windows
-    are dropped with them.
-    """
-    hidden_with_windows = []
-    named: Rows = np.zeros(0, np.int64)
-    for hidden_rows in hidden:
-        named = np.union1d(named, hidden_rows)
-        clips_left = clips.without(named)
-        is_present = window_lookup(clips_left, window)(clips_left.samples).present
-        lacking = clips_left.samples[~is_present.all(axis=1)]
-        if rows is not None:
-            lacking = np.intersect1d(lacking, rows)
-        hidden_with_windows.append(np.union1d(hidden_rows, lacking))
-    return hidden_with_windows
-
-
-class CompiledOrder:
-    """The epochs of an order over one split. Immutable; safe to call from any number of threads.
-
-    ``identity`` is what a saved position depends on, in plain JSON types: the specification, and
-    digests of what its filter, keys and weights came to.
-    """
-
-    def __init__(
-        self,
-        spec: OrderSpec,
-        identity: dict[str, Any],
-        shard_lengths: Sequence[int],
-        selected: NDArray[np.int64] | None = None,
-        sampling: SystematicSampling | None = None,
-    ) -> None:
-        """Take ``selected`` samples of the split, ascending, each once (None: all), and their
-        ``sampling``.
-        """
-        self.spec = spec
-        self.identity = identity
-        self._sampling = sampling
-        self._bounds = np.cumsum([0, *shard_lengths])
-        self.num_selected = int(self._bounds[-1]) if selected is None else len(selected)
-        self._selected: NDArray[np.integer] | None = None
-        if selected is not None:
-            self._bounds = np.searchsorted(selected, self._bounds)
-            small = np.int32 if int(selected[-1]) <= np.iinfo(np.int32).max else np.int64
-            self._selected = selected.astype(small)
-        self.epoch_length = self.num_selected if sampling is None else sampling.length
-
-    def selected(self) -> NDArray[np.int64]:
-        """Return the selected samples, ascending: int64 (num_selected,)."""
-        return (
-            np.arange(self.num_selected)
-            if self._selected is None
-            else self._selected.astype(np.int64)
-        )
-
-    def epoch(self, epoch: int, /) -> MappedEpoch:
-        """Return the order of one epoch: positions 0 ..
-
-        epoch_length - 1 to samples of the split.
-        """
-        bounds = self._bounds
-        copy_maps: list[CopyMap] = []
-        if self._sampling is not None:
-            copies = self._sampling.epoch(derive_key("order weights", self.spec.seed, epoch))
-            bounds = np.array(copies.first_copies(bounds.tolist()))
-            copy_maps.append(copies)
-        if self._selected is not None:
-            copy_maps.append(SelectedSamples(self._selected))
-        lengths = np.diff(bounds)
-        return MappedEpoch(
-            position_map(self.spec, lengths[lengths > 0].tolist(), epoch),
-            *copy_maps,
-        )
+    for hidden_of_parts in hidden:
+        order = ThinnedOrder(order, hidden_of_parts)
+    return order if spec.balance is None else BalancedOrder(order, spec.balance, costs.balance)
 
 
 def plain(settings: object) -> Any:
@@ -485,15 +418,6 @@ def plain(settings: object) -> Any:
 
 def _describe_rows(rows: Rows) -> str:
     return f"{len(rows)} samples {digest(rows)}"
-
-
-def _describe_sampling(sampling: SystematicSampling) -> str:
-    return f"{sampling.length} positions, weights {sampling.digest()[:DIGEST_CHARS]}"
-
-
-def _part_seed(purpose: str, seed: int, number: int) -> int:
-    """Return the seed of a part of an order, in the range of `OrderSpec.seed`."""
-    return derive_key(purpose, seed, number) % 2**63
 
 
 def compile_mix(
@@ -570,7 +494,7 @@ def mix_orders(
     for number, name in enumerate(datasets):
         part_spec = msgspec.structs.replace(
             spec,
-            seed=_part_seed("order mix part", spec.seed, number),
+            seed=derive_seed("order mix part", spec.seed, number),
             epoch_length=None,
         )
         try:
@@ -580,7 +504,20 @@ def mix_orders(
             raise OrderError(f"dataset {name!r}: {error}") from error
     if missing := set.intersection(*lacking):
         raise unknown_names(missing)
-    orders, costs, hidden = OrderCosts.split(compiled)
+    # The parts are regrouped together: packs, buckets and what is left out are taken off them.
+    orders: list[EndlessOrder] = []
+    costs: dict[str, tuple[NDArray[np.integer], ...]] = {}
+    hidden: list[list[Rows]] = []
+    for order in compiled:
+        hidden.append([])
+        below: Any = order
+        while isinstance(below, RegroupedOrder | ThinnedOrder):
+            if isinstance(below, ThinnedOrder):
+                hidden[-1].insert(0, below.hidden[0])
+            else:
+                costs[below.use] = (*costs.get(below.use, ()), *below.costs)
+            below = below.base
+        orders.append(below)
     mixed = MixedOrder(
         orders,
         final,
@@ -597,7 +534,13 @@ def mix_orders(
         "epoch_length": mixed.epoch_length,
         "parts": parts,
     }
-    return costs.apply(mixed, spec, global_batch, hidden)
+    return regroup(
+        mixed,
+        spec,
+        costs=OrderCosts(**costs),
+        global_batch=global_batch,
+        hidden=list(zip(*hidden, strict=True)),
+    )
 
 
 def check_ratios(ratios: object, datasets: Mapping[str, object]) -> tuple[int, ...]:

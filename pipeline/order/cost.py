@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Final, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, Protocol
 
+import numpy as np
 from msgspec import Meta, field
 
 from fuelrail.pipeline.errors import OrderError
+from fuelrail.pipeline.order.epoch import digest
 from fuelrail.pipeline.settings import Settings, check_types
 
 if TYPE_CHECKING:
-    import numpy as np
     import pyarrow as pa
     from numpy.typing import NDArray
+
+    from fuelrail.pipeline.order.inputs import OrderInputs
+    from fuelrail.pipeline.order.spec import OrderSpec
 
 MAX_COST: Final = 2**40
 """Largest cost of a sample, and largest budget: sums of 2**20 of them stay under 2**62."""
@@ -73,7 +77,40 @@ def compute_costs(cost: str | Cost, table: pa.Table, *, texts: bool = False) -> 
     ``texts`` also texts: the first five bytes of a text's SHA-256 count. Raises OrderError for
     other types, for unknown and negative values, and for costs above 2**40.
     """
-    values = {name: _whole_numbers(table[name], name, texts) for name in cost_columns(cost)}
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    values: dict[str, NDArray[np.int64]] = {}
+    for name in cost_columns(cost):
+        column = table[name]
+        if column.null_count:
+            first_null = column.is_null().index(True).as_py()
+            raise OrderError(
+                f"attribute {name!r} is unknown (null) for {column.null_count} of {len(column)} "
+                f"samples (the first is number {first_null} of those selected), and a cost "
+                f"needs a number; leave them out by the filter '{name} is not None'"
+            )
+        if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
+            column = pc.list_value_length(column)
+        if texts and pa.types.is_string(column.type):
+            encoded = column.combine_chunks().dictionary_encode()
+            digests = [
+                hashlib.sha256(text.encode()).digest()[:5]
+                for text in encoded.dictionary.to_pylist()
+            ]
+            numbers = pa.array([int.from_bytes(text, "little") for text in digests], pa.int64())
+            column = numbers.take(encoded.indices)
+        if not (pa.types.is_integer(column.type) or pa.types.is_boolean(column.type)):
+            raise OrderError(
+                f"attribute {name!r} is {column.type}, and a cost needs whole numbers or lists"
+            )
+        for worst in pc.min_max(column).as_py().values():
+            if worst is not None and not 0 <= worst < 2**63:
+                raise OrderError(
+                    f"attribute {name!r} is {worst} somewhere, and a cost needs numbers of 0 .. "
+                    "2**63 - 1"
+                )
+        values[name] = column.cast(pa.int64()).to_numpy()
     if isinstance(cost, str):
         costs = values[cost]
     else:
@@ -102,35 +139,69 @@ def _total(cost: Cost, values: Mapping[str, Any]) -> Any:
     return total
 
 
-def _whole_numbers(column: pa.ChunkedArray, name: str, texts: bool) -> NDArray[np.int64]:
-    import pyarrow as pa
-    import pyarrow.compute as pc
+class OrderCosts(NamedTuple):
+    """What the samples of an order cost, by what it is for: an array for each dataset of a mix."""
 
-    if column.null_count:
-        first_null = column.is_null().index(True).as_py()
-        raise OrderError(
-            f"attribute {name!r} is unknown (null) for {column.null_count} of {len(column)} "
-            f"samples (the first is number {first_null} of those selected), and a cost "
-            f"needs a number; leave them out by the filter '{name} is not None'"
-        )
-    if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
-        column = pc.list_value_length(column)
-    if texts and pa.types.is_string(column.type):
-        encoded = column.combine_chunks().dictionary_encode()
-        digests = [
-            hashlib.sha256(text.encode()).digest()[:5] for text in encoded.dictionary.to_pylist()
-        ]
-        numbers = pa.array([int.from_bytes(text, "little") for text in digests], pa.int64())
-        column = numbers.take(encoded.indices)
-    if not (pa.types.is_integer(column.type) or pa.types.is_boolean(column.type)):
-        raise OrderError(
-            f"attribute {name!r} is {column.type}, and a cost needs whole numbers or lists"
-        )
-    for worst in pc.min_max(column).as_py().values():
-        if worst is not None and not 0 <= worst < 2**63:
+    pack: tuple[NDArray[np.integer], ...] = ()
+    bucket: tuple[NDArray[np.integer], ...] = ()
+    balance: tuple[NDArray[np.integer], ...] = ()
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """Digests of the costs of one dataset, by what they are for."""
+        return {
+            f"{use}_costs": digest(arrays[0]) for use, arrays in self._asdict().items() if arrays
+        }
+
+
+NO_COSTS: Final = OrderCosts()
+
+
+def compute_order_costs(
+    spec: OrderSpec,
+    inputs: OrderInputs,
+    table: pa.Table | None,
+    rows: NDArray[np.int64] | None,
+) -> OrderCosts:
+    """Return the costs of the samples of one split, of which ``rows`` are selected (None: all);
+    ``table`` has the attributes of these. A sample that is not selected costs -1.
+
+    Raises OrderError for columns that are no costs, and for a sample that fits no pack and no
+    bucket.
+    """
+    is_by_value = spec.bucket is not None and not spec.bucket.bounds
+    selected_costs = {
+        use: compute_costs(cost, table, texts=is_by_value and use == "bucket")
+        for use, cost in spec.costs.items()
+    }
+    refusals = []
+    if spec.pack is not None:
+        costs = selected_costs["pack"]
+        limit = MAX_COST if spec.pack.truncate else spec.pack.budget
+        reason = f"above the budget of {spec.pack.budget}"
+        refusals.append((costs, costs > limit, reason, "truncate=True, a larger budget"))
+        reason = "and a pack could hold any number of those"
+        refusals.append((costs, costs < 1, reason, "a Cost with a constant of 1 or more"))
+        selected_costs["pack"] = np.minimum(costs, spec.pack.budget)
+    if spec.bucket is not None and spec.bucket.bounds:
+        costs = selected_costs["bucket"]
+        reason = f"above the last bound of {spec.bucket.bounds[-1]}"
+        refusals.append((costs, costs > spec.bucket.bounds[-1], reason, "another bound"))
+    for costs, is_refused, reason, fix in refusals:
+        if is_refused.any():
+            first = int(is_refused.argmax())
+            sample = first if rows is None else int(rows[first])
             raise OrderError(
-                f"attribute {name!r} is {worst} somewhere, and a cost needs numbers of 0 .. "
-                "2**63 - 1"
+                f"{inputs.name_sample(sample)} costs {costs[first]}, {reason}; so do "
+                f"{np.count_nonzero(is_refused) - 1} others of {len(costs)}: take {fix}, or "
+                "leave them out by a filter"
             )
-    numbers_of_rows: NDArray[np.int64] = column.cast(pa.int64()).to_numpy()
-    return numbers_of_rows
+    arrays: dict[str, tuple[NDArray[np.integer], ...]] = {}
+    for use, costs in selected_costs.items():
+        small = np.int64 if costs.max(initial=0) > np.iinfo(np.int32).max else np.int32
+        array: NDArray[np.integer] = costs.astype(small)
+        if rows is not None:
+            array = np.full(inputs.num_samples, -1, small)
+            array[rows] = costs
+        arrays[use] = (array,)
+    return OrderCosts(**arrays)

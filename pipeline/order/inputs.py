@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from fuelrail.pipeline.errors import OrderError
-from fuelrail.pipeline.order.cost import cost_columns
 from fuelrail.pipeline.order.keys import (
     listed_names,
     named_rows,
@@ -17,8 +15,7 @@ from fuelrail.pipeline.order.keys import (
     read_keys,
     unknown_names,
 )
-from fuelrail.pipeline.order.spec import OrderSpec
-from fuelrail.pipeline.order.weights import FileWeights, columns_of
+from fuelrail.pipeline.order.weights import FileWeights
 
 if TYPE_CHECKING:
     import numpy as np
@@ -27,6 +24,7 @@ if TYPE_CHECKING:
 
     from fuelrail.pipeline.format.attributes import ClipTable
     from fuelrail.pipeline.order.cost import AttributeTable
+    from fuelrail.pipeline.order.spec import OrderSpec
 
     Rows = NDArray[np.int64]
 
@@ -34,20 +32,33 @@ _NAMES: Final = ("key", "clip_id")
 """Attributes whose values ``without`` may name."""
 
 
+class LayerSamples(NamedTuple):
+    """The samples of a split that a layer has values for."""
+
+    name: str
+    location: str
+    samples: Rows
+    is_required: bool
+    """True: others must not be selected, which is an error. False: they are not selected."""
+
+
 class OrderInputs(NamedTuple):
     """What an order is computed from; samples are numbers within the split, ascending."""
 
     shard_lengths: Sequence[int]
     columns: pa.Table | None
-    """The attributes that the order depends on, a row a sample; None: it depends on none."""
+    """The attributes that weights, costs and a mix depend on, a row a sample; None: there are none.
+    """
+    filters: Mapping[str, Rows]
+    """The samples for which each filter holds, by its text."""
     subset: Rows | None
     """The samples that ``subset`` lists; None: it is not given."""
     without: Sequence[Rows]
     """The samples that each entry of ``without`` names."""
     weight_files: Mapping[str, pa.Table]
     """Columns ``key`` and ``weight`` of each file of weights, by its path."""
-    in_layers: Sequence[tuple[str, Rows]]
-    """The samples of each layer that drops all others, with the layer in words."""
+    layers: Sequence[LayerSamples]
+    """The layers that lack samples which the order must not show."""
     clips: ClipTable | None
     """The clips of the samples, for lanes and windows."""
     name_sample: Callable[[int], str]
@@ -58,12 +69,6 @@ class OrderInputs(NamedTuple):
         """The number of samples of the split."""
         return sum(self.shard_lengths)
 
-    def attributes(self, names: Sequence[str], rows: Rows | None) -> pa.Table:
-        """Return some of the columns, a row for each of ``rows`` (None: all samples)."""
-        assert self.columns is not None
-        table = self.columns.select(names)
-        return table if rows is None else table.take(rows)
-
 
 def read_inputs(
     spec: OrderSpec,
@@ -71,13 +76,13 @@ def read_inputs(
     shard_lengths: Sequence[int],
     *,
     clips: ClipTable | None = None,
-    in_layers: Sequence[tuple[str, Rows]] = (),
+    layers: Sequence[LayerSamples] = (),
     unknown: set[str] | None = None,
 ) -> OrderInputs:
     """Read what an order depends on; ``unknown`` is as in `compile_order`.
 
-    Raises OrderError for attributes that do not exist, and for files that cannot be read or name
-    keys that do not exist.
+    Raises OrderError for attributes that do not exist, for filters that are no expression over
+    them, and for files that cannot be read or name keys that do not exist.
     """
 
     def name_sample(number: int) -> str:
@@ -86,8 +91,27 @@ def read_inputs(
         key = attributes.read(("key",))["key"][number].as_py()
         return f"sample {key!r} (number {number} of the split)"
 
-    columns = needed_columns(spec, attributes)
-    table = attributes.read(columns) if columns or spec.weights or spec.without else None
+    weightings = [*spec.weights]
+    texts = [("", spec.filter)]
+    for number, stage in enumerate(spec.stages):
+        weightings += stage.weights
+        texts.append((f"stage {number}: ", stage.filter))
+    columns = dict.fromkeys(spec.columns)
+    if spec.subset is not None:
+        columns["key"] = None
+    if spec.without:
+        columns |= dict.fromkeys(name for name in _NAMES if name in attributes.names)
+    filters = []
+    for owner, text in texts:
+        if text is not None:
+            # Here, with Arrow, which plain orders do without.
+            from fuelrail.pipeline.order.select import Filter
+
+            filters.append((text, Filter(text, attributes.names, owner)))
+    for _, expression in filters:
+        columns |= dict.fromkeys(expression.columns)
+    table = attributes.read([*columns]) if columns or weightings or spec.without else None
+    filtered = {text: expression.select(table, sum(shard_lengths)) for text, expression in filters}
     subset = None
     if spec.subset is not None:
         assert table is not None
@@ -96,19 +120,18 @@ def read_inputs(
     for entry in spec.without:
         assert table is not None
         names = list(entry) if isinstance(entry, tuple) else listed_names(entry).to_pylist()
-        texts = table.select([name for name in _NAMES if name in columns])
-        rows, missing = named_rows(names, texts)
+        rows, missing = named_rows(
+            names, table.select([name for name in _NAMES if name in columns])
+        )
         if missing and unknown is None:
             raise unknown_names(missing)
         if unknown is not None:
             unknown |= missing
         without.append(rows)
-    weightings = [*spec.weights]
-    for stage in spec.stages:
-        weightings += stage.weights
     return OrderInputs(
         shard_lengths=shard_lengths,
-        columns=table,
+        columns=None if table is None else table.select(spec.columns),
+        filters=filtered,
         subset=subset,
         without=without,
         weight_files={
@@ -116,45 +139,7 @@ def read_inputs(
             for weighting in weightings
             if isinstance(weighting, FileWeights)
         },
-        in_layers=in_layers,
+        layers=layers,
         clips=clips,
         name_sample=name_sample,
     )
-
-
-def needed_columns(spec: OrderSpec, attributes: AttributeTable) -> list[str]:
-    """Return the names of the attributes that an order depends on, each once.
-
-    Raises OrderError for a filter that is no expression over them.
-    """
-    columns: list[str] = []
-    if spec.filter is not None:
-        # Here, with Arrow, which plain orders do without.
-        from fuelrail.pipeline.order.select import Filter
-
-        columns += Filter(spec.filter, attributes.names).columns
-    if spec.subset is not None:
-        columns.append("key")
-    if spec.without:
-        columns += [name for name in _NAMES if name in attributes.names]
-    costs = []
-    if spec.pack is not None:
-        costs.append(spec.pack.cost)
-    if spec.bucket is not None:
-        costs.append(spec.bucket.by)
-    if spec.balance is not None:
-        costs.append(spec.balance.cost)
-    for cost in costs:
-        columns += cost_columns(cost)
-    if spec.mix is not None:
-        columns.append(spec.mix.attribute)
-    columns += columns_of(spec.weights)
-    for number, stage in enumerate(spec.stages):
-        try:
-            columns += needed_columns(
-                OrderSpec(filter=stage.filter, weights=stage.weights),
-                attributes,
-            )
-        except OrderError as error:
-            raise OrderError(f"stage {number}: {error}") from error
-    return list(dict.fromkeys(columns))

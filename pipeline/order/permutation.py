@@ -76,6 +76,11 @@ def derive_key(purpose: str, *numbers: int) -> int:
     return int.from_bytes(hashlib.shake_128(b"".join(parts)).digest(_KEY_BYTES), "little")
 
 
+def derive_seed(purpose: str, seed: int, number: int) -> int:
+    """Return the seed of a part of an order, in the range of `OrderSpec.seed`."""
+    return derive_key(purpose, seed, number) % 2**63
+
+
 def _words(n: int, key: int, count: int) -> NDArray[np.uint64]:
     """Return ``count`` 64-bit words (uint64) that depend on n and key: SHAKE-128, little-endian."""
     seed = b"fuelrail permutation 1" + n.to_bytes(8, "little") + key.to_bytes(_KEY_BYTES, "little")

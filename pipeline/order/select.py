@@ -59,16 +59,18 @@ _TEXT_FUNCTIONS: Final[dict[str, Callable[[pc.Expression, str], pc.Expression]]]
 class Filter:
     """A parsed expression: ``columns`` are those that it needs.
 
-    ``known`` are the names that exist. Raises OrderError, with the place in the text, for unknown
-    columns and for anything that is not part of the language.
+    ``names`` are the columns that exist, ``owner`` begins each message, such as "stage 1: ". Raises
+    OrderError, with the place in the text, for unknown columns and for anything that is not part of
+    the language.
     """
 
-    def __init__(self, text: str, names: Collection[str]) -> None:
-        self.text = text if len(text) <= 200 else text[:200] + "..."
+    def __init__(self, text: str, names: Collection[str], owner: str = "") -> None:
+        shown = text if len(text) <= 200 else text[:200] + "..."
+        self._subject = f"{owner}filter {shown!r}"
         self._names = names
         self._column_names: dict[str, None] = {}
         if len(text) > MAX_LENGTH:
-            raise OrderError(f"a filter may have {MAX_LENGTH} characters, got {len(text)}")
+            raise OrderError(f"{owner}a filter may have {MAX_LENGTH} characters, got {len(text)}")
         try:
             tree = ast.parse(text.strip(), mode="eval").body
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -79,7 +81,7 @@ class Filter:
             )
             reason = error.msg if isinstance(error, SyntaxError) else "nested too deep or not text"
             raise OrderError(
-                f"filter {self.text!r} is not an expression such as 'night and num_car >= "
+                f"{self._subject} is not an expression such as 'night and num_car >= "
                 f"3': {reason}{place}"
             ) from error
         self._expression = self._condition(tree, 0)
@@ -110,14 +112,14 @@ class Filter:
         except (pa.ArrowException, TypeError) as error:
             types = ", ".join(f"{name}: {table.schema.field(name).type}" for name in self.columns)
             raise OrderError(
-                f"filter {self.text!r} does not fit the attributes ({types}): {error}"
+                f"{self._subject} does not fit the attributes ({types}): {error}"
             ) from error
         rows: NDArray[np.int64] = np.sort(matches[row].to_numpy())
         return rows
 
     def _refuse(self, node: ast.AST, reason: str) -> OrderError:
         place = f" at character {node.col_offset + 1}" if hasattr(node, "col_offset") else ""
-        return OrderError(f"filter {self.text!r}{place}: {reason}")
+        return OrderError(f"{self._subject}{place}: {reason}")
 
     def _condition(self, node: ast.expr, depth: int) -> pc.Expression:
         """Return a node that is true or false."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, Annotated, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import msgspec
 import numpy as np
@@ -20,6 +20,8 @@ from msgspec import Meta
 from fuelrail.pipeline.errors import ConfigError, OrderError
 from fuelrail.pipeline.order.balance import Balance
 from fuelrail.pipeline.order.bucket import Bucket
+from fuelrail.pipeline.order.cost import Cost, cost_columns
+from fuelrail.pipeline.order.epoch import CopyMap, MappedEpoch, SelectedSamples
 from fuelrail.pipeline.order.mix import Mix
 from fuelrail.pipeline.order.pack import Pack
 from fuelrail.pipeline.order.permutation import (
@@ -29,7 +31,7 @@ from fuelrail.pipeline.order.permutation import (
     as_positions,
     derive_key,
 )
-from fuelrail.pipeline.order.weights import Weighting
+from fuelrail.pipeline.order.weights import SystematicSampling, Weighting, columns_of
 from fuelrail.pipeline.settings import Positive, Settings, check_types, flag
 
 if TYPE_CHECKING:
@@ -187,6 +189,30 @@ class OrderSpec(Settings, frozen=True):
                 f"{self.kind or 'shuffled'!r}"
             )
 
+    @property
+    def costs(self) -> dict[str, str | Cost]:
+        """What the cost of a sample is, by what it is for: an attribute, or a model of several."""
+        costs: dict[str, str | Cost] = {}
+        if self.pack is not None:
+            costs["pack"] = self.pack.cost
+        if self.bucket is not None:
+            costs["bucket"] = self.bucket.by
+        if self.balance is not None:
+            costs["balance"] = self.balance.cost
+        return costs
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The attributes that weights, costs and the mix depend on, each once."""
+        names = [*columns_of(self.weights)]
+        for stage in self.stages:
+            names += columns_of(stage.weights)
+        for cost in self.costs.values():
+            names += cost_columns(cost)
+        if self.mix is not None:
+            names.append(self.mix.attribute)
+        return tuple(dict.fromkeys(names))
+
     def resolved(self, *, shuffle: bool | None = None) -> OrderSpec:
         """Return the order with its kind stated; one without a kind follows ``shuffle`` (None:
         shuffled).
@@ -223,6 +249,64 @@ def position_map(spec: OrderSpec, shard_lengths: Sequence[int], epoch: int) -> P
         return _Windowed(shard_lengths, spec.window, spec.seed, epoch)
     assert spec.kind == "sequential", "lanes need the clips of a dataset"
     return _Sequential(num_samples)
+
+
+class CompiledOrder:
+    """The epochs of an order over one split. Immutable; safe to call from any number of threads.
+
+    ``identity`` is what a saved position depends on, in plain JSON types: the specification, and
+    digests of what its filter, keys and weights came to.
+    """
+
+    def __init__(
+        self,
+        spec: OrderSpec,
+        identity: dict[str, Any],
+        shard_lengths: Sequence[int],
+        selected: NDArray[np.int64] | None = None,
+        sampling: SystematicSampling | None = None,
+    ) -> None:
+        """Take ``selected`` samples of the split, ascending, each once (None: all), and their
+        ``sampling``.
+        """
+        self.spec = spec
+        self.identity = identity
+        self._sampling = sampling
+        self._bounds = np.cumsum([0, *shard_lengths])
+        self.num_selected = int(self._bounds[-1]) if selected is None else len(selected)
+        self._selected: NDArray[np.integer] | None = None
+        if selected is not None:
+            self._bounds = np.searchsorted(selected, self._bounds)
+            small = np.int32 if int(selected[-1]) <= np.iinfo(np.int32).max else np.int64
+            self._selected = selected.astype(small)
+        self.epoch_length = self.num_selected if sampling is None else sampling.length
+
+    def selected(self) -> NDArray[np.int64]:
+        """Return the selected samples, ascending: int64 (num_selected,)."""
+        return (
+            np.arange(self.num_selected)
+            if self._selected is None
+            else self._selected.astype(np.int64)
+        )
+
+    def epoch(self, epoch: int, /) -> MappedEpoch:
+        """Return the order of one epoch: positions 0 ..
+
+        epoch_length - 1 to samples of the split.
+        """
+        bounds = self._bounds
+        copy_maps: list[CopyMap] = []
+        if self._sampling is not None:
+            copies = self._sampling.epoch(derive_key("order weights", self.spec.seed, epoch))
+            bounds = np.array(copies.first_copies(bounds.tolist()))
+            copy_maps.append(copies)
+        if self._selected is not None:
+            copy_maps.append(SelectedSamples(self._selected))
+        lengths = np.diff(bounds)
+        return MappedEpoch(
+            position_map(self.spec, lengths[lengths > 0].tolist(), epoch),
+            *copy_maps,
+        )
 
 
 class _Sequential:

@@ -164,7 +164,15 @@ class OrderedRows:
         valid = valid & (is_first[0, pack] if "pack" in flags else is_first)
         lane = flags.get("lane", np.zeros_like(rows))
         prev = flags.get("prev_exists", np.zeros(rows.shape, bool))
-        frames, present = self._frames(parts, samples)
+        num_frames = 0 if self._lookups[0] is None else len(self._lookups[0].window.frames)
+        frames = np.zeros((samples.size, num_frames), np.int64)
+        present = np.zeros((samples.size, num_frames), bool)
+        for part, lookup in enumerate(self._lookups):
+            rows_of_part = np.flatnonzero(parts.reshape(-1) == part)
+            if lookup is not None and rows_of_part.size:
+                window_samples = lookup(samples.reshape(-1)[rows_of_part])
+                frames[rows_of_part] = window_samples.samples + self._bases[part]
+                present[rows_of_part] = window_samples.present
         bucket = flags.get("bucket", np.zeros_like(rows))
         columns = [
             column.reshape(-1).tolist() for column in (rows, valid, lane, prev, pack, bucket)
@@ -194,23 +202,6 @@ class OrderedRows:
         for first in range(0, walk.num_steps, at_a_time):
             steps = range(first, min(first + at_a_time, walk.num_steps))
             yield from self.batches(walk.start.epoch, walk.rest, steps)
-
-    def _frames(
-        self, parts: NDArray[np.int64], samples: NDArray[np.int64]
-    ) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return the rows of the windows, and which are present: both (n, T); T is 0 without a
-        window.
-        """
-        num = 0 if self._lookups[0] is None else len(self._lookups[0].window.frames)
-        frames = np.zeros((samples.size, num), np.int64)
-        present = np.zeros((samples.size, num), bool)
-        for part, lookup in enumerate(self._lookups):
-            rows_of_part = np.flatnonzero(parts.reshape(-1) == part)
-            if lookup is not None and rows_of_part.size:
-                window_samples = lookup(samples.reshape(-1)[rows_of_part])
-                frames[rows_of_part] = window_samples.samples + self._bases[part]
-                present[rows_of_part] = window_samples.present
-        return frames, present
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_newest": None}
@@ -246,7 +237,23 @@ class Table:
                 "others take none"
             )
         if blocks is not None:
-            self.lengths = _block_lengths(num_rows, blocks)
+            if isinstance(blocks, int) and blocks >= 1:
+                num_full, rest = divmod(num_rows, blocks)
+                self.lengths = (blocks,) * num_full + (rest,) * (rest > 0)
+            elif (
+                not isinstance(blocks, int)
+                and sum(blocks) == num_rows
+                and min(blocks, default=0) >= 0
+            ):
+                self.lengths = tuple(blocks)
+            else:
+                blocks_text = f"{blocks}"
+                if not isinstance(blocks, int):
+                    blocks_text = f"{len(blocks)} lengths with the sum {sum(blocks)}"
+                raise OrderError(
+                    f"blocks is a number of rows >= 1, or lengths whose sum is {num_rows}, got "
+                    f"{blocks_text}"
+                )
             self.identity += f", blocks {digest(np.array(self.lengths))}"
         self._num_rows = num_rows
         self.clips = self._clip_table() if needs_clips(spec, window) or window is not None else None
@@ -292,20 +299,3 @@ class Table:
         frame = np.empty_like(by_clip)
         frame[by_clip] = np.arange(len(by_clip)) - starts
         return ClipTable.build(number, frame)
-
-
-def _block_lengths(num_rows: int, blocks: int | Sequence[int]) -> tuple[int, ...]:
-    if isinstance(blocks, int) and blocks >= 1:
-        num_full, rest = divmod(num_rows, blocks)
-        return (blocks,) * num_full + (rest,) * (rest > 0)
-    if isinstance(blocks, int) or sum(blocks) != num_rows or min(blocks, default=0) < 0:
-        blocks_text = (
-            f"{blocks}"
-            if isinstance(blocks, int)
-            else f"{len(blocks)} lengths with the sum {sum(blocks)}"
-        )
-        raise OrderError(
-            f"blocks is a number of rows >= 1, or lengths whose sum is {num_rows}, got "
-            f"{blocks_text}"
-        )
-    return tuple(blocks)

@@ -13,18 +13,20 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
 from fuelrail.pipeline.errors import OrderError
-from fuelrail.pipeline.order.epoch import Occurrences
+from fuelrail.pipeline.order.epoch import DIGEST_CHARS, Occurrences
 from fuelrail.pipeline.order.permutation import CHUNK, as_positions
 from fuelrail.pipeline.settings import Settings
 
 if TYPE_CHECKING:
     import pyarrow as pa
     from numpy.typing import ArrayLike, NDArray
+
+    from fuelrail.pipeline.order.spec import OrderSpec
 
 MAX_POSITIONS: Final = 2**31
 """Longest weighted epoch: products of two such numbers stay under 2**62."""
@@ -101,15 +103,54 @@ def compute_weights(
     attributes that are not numeric where they must be, classes that no sample holds, files that
     name no sample or one twice, and for weights that are negative, infinite or not a number.
     """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
     product = np.ones(len(table))
     for weighting in weightings:
         match weighting:
-            case ClassBalance():
-                product *= _class_balance(weighting, table)
-            case FileWeights(file=file):
-                product *= _weights_by_key(weighting, files[file], table["key"])
-            case AttributeWeights():
-                product *= _attribute_weights(weighting, table[weighting.attribute])
+            case ClassBalance(classes=classes):
+                if not classes or len(set(classes)) != len(classes):
+                    raise OrderError(f"class balance needs different classes, got {list(classes)}")
+                weights = np.zeros(len(table))
+                for name in classes:
+                    held = _held(table, name)
+                    num_samples = np.count_nonzero(held)
+                    if not num_samples:
+                        raise OrderError(
+                            f"class balance: no selected sample has {name!r} above 0; leave that "
+                            "class out"
+                        )
+                    weights[held] += 1 / num_samples
+            case FileWeights(file=file, default=default):
+                keys = files[file]["key"]
+                values = np.append(_numbers(files[file]["weight"], "weight"), default)
+                named = checked(values, f"weights file '{file}' and its default")
+                if len(keys.unique()) != len(keys):
+                    raise OrderError(f"weights file '{file}' names a key twice")
+                value_set = keys.cast(pa.string()).combine_chunks()
+                places = pc.index_in(table["key"], value_set=value_set)
+                if places.null_count == len(table):
+                    raise OrderError(
+                        f"weights file '{file}' names none of the {len(table)} selected samples"
+                    )
+                weights = named[places.fill_null(len(keys)).to_numpy()]
+            case AttributeWeights(attribute=name, values=None):
+                column = table[name]
+                if column.null_count:
+                    raise OrderError(
+                        f"attribute {name!r} is unknown (null) for {column.null_count} of "
+                        f"{len(column)} samples, and a weight needs a number; leave them out by "
+                        f"the filter '{name} is not None', or name weights in `values`"
+                    )
+                weights = checked(_numbers(column, name), f"attribute {name!r}")
+            case AttributeWeights(
+                attribute=name, values=dict() as weight_by_value, default=default
+            ):
+                weight_of_value = np.array([*weight_by_value.values(), default])
+                numbers = value_numbers(table[name], tuple(weight_by_value))
+                weights = checked(weight_of_value, f"weights of {name!r}")[numbers]
+        product *= weights
     return product
 
 
@@ -122,23 +163,6 @@ def natural_length(weightings: Sequence[Weighting], table: pa.Table) -> int:
         return len(table)
     total = sum(int(np.count_nonzero(_held(table, name))) for name in balances[0].classes)
     return total // len(balances[0].classes) * len(balances[0].classes)
-
-
-def _attribute_weights(weighting: AttributeWeights, column: pa.ChunkedArray) -> NDArray[np.float64]:
-    name = weighting.attribute
-    values = weighting.values
-    if values is not None:
-        weight_of_value = np.array([*values.values(), weighting.default])
-        numbers = value_numbers(column, tuple(values))
-        weights: NDArray[np.float64] = checked(weight_of_value, f"weights of {name!r}")[numbers]
-        return weights
-    if column.null_count:
-        raise OrderError(
-            f"attribute {name!r} is unknown (null) for {column.null_count} of {len(column)} "
-            "samples, and a weight needs a number; leave them out by the filter "
-            f"'{name} is not None', or name weights in `values`"
-        )
-    return checked(_numbers(column, name), f"attribute {name!r}")
 
 
 def value_numbers(column: pa.ChunkedArray, values: Sequence[str]) -> NDArray[np.int64]:
@@ -161,40 +185,6 @@ def value_numbers(column: pa.ChunkedArray, values: Sequence[str]) -> NDArray[np.
         codes.indices.fill_null(unknown).to_numpy(zero_copy_only=False)
     ]
     return numbers
-
-
-def _weights_by_key(
-    weighting: FileWeights, table: pa.Table, keys: pa.ChunkedArray
-) -> NDArray[np.float64]:
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    values = np.append(_numbers(table["weight"], "weight"), weighting.default)
-    named = checked(values, f"weights file '{weighting.file}' and its default")
-    if len(table["key"].unique()) != len(table):
-        raise OrderError(f"weights file '{weighting.file}' names a key twice")
-    places = pc.index_in(keys, value_set=table["key"].cast(pa.string()).combine_chunks())
-    if places.null_count == len(keys):
-        raise OrderError(
-            f"weights file '{weighting.file}' names none of the {len(keys)} selected samples"
-        )
-    weights: NDArray[np.float64] = named[places.fill_null(len(table)).to_numpy()]
-    return weights
-
-
-def _class_balance(weighting: ClassBalance, table: pa.Table) -> NDArray[np.float64]:
-    if not weighting.classes or len(set(weighting.classes)) != len(weighting.classes):
-        raise OrderError(f"class balance needs different classes, got {list(weighting.classes)}")
-    weights = np.zeros(len(table))
-    for name in weighting.classes:
-        held = _held(table, name)
-        num_samples = np.count_nonzero(held)
-        if not num_samples:
-            raise OrderError(
-                f"class balance: no selected sample has {name!r} above 0; leave that class out"
-            )
-        weights[held] += 1 / num_samples
-    return weights
 
 
 def _held(table: pa.Table, name: str) -> NDArray[np.bool_]:
@@ -264,11 +254,59 @@ class SystematicSampling:
         """
         return hashlib.sha256(self._ends.astype("<i8").tobytes()).hexdigest()
 
+    @property
+    def description(self) -> str:
+        """What an identity has of it: the length, and a digest of the weights."""
+        return f"{self.length} positions, weights {self.digest()[:DIGEST_CHARS]}"
+
     def epoch(self, phase_key: int) -> SystematicEpoch:
         """Return one epoch's copies; ``phase_key`` is a uniform 128-bit number, as
         `permutation.derive_key` makes.
         """
         return SystematicEpoch(self._search, self.length, phase_key % self._total)
+
+
+class Part(NamedTuple):
+    """Selected samples with an order of their own: all of them, or those of a value of a mix."""
+
+    rows: NDArray[np.int64] | None
+    """Their numbers within the split, ascending; None: all of it."""
+    sampling: SystematicSampling | None
+    """None: each comes once."""
+
+
+def weigh_parts(
+    spec: OrderSpec,
+    table: pa.Table,
+    rows: NDArray[np.int64] | None,
+    files: Mapping[str, pa.Table],
+) -> list[Part]:
+    """Return the parts of the selected ``rows`` (None: all), one for each value of the mix, or one
+    of them all.
+
+    ``table`` has the attributes of the rows, ``files`` the columns of each file of weights. Weights
+    are those of the whole selection. Raises OrderError as `compute_weights`, and for a value that
+    no selected sample has.
+    """
+    weights = compute_weights(spec.weights, table, files) if spec.weights else None
+    if spec.mix is None:
+        if weights is None:
+            return [Part(rows, None)]
+        length = spec.epoch_length or natural_length(spec.weights, table)
+        return [Part(rows, SystematicSampling(weights, length))]
+    column = table[spec.mix.attribute]
+    part_of_row = value_numbers(column, tuple(spec.mix.ratios))
+    parts = []
+    for number, value in enumerate(spec.mix.ratios):
+        inside = np.flatnonzero(part_of_row == number)
+        if not inside.size:
+            values = ", ".join(sorted(map(str, column.unique().to_pylist()))[:20])
+            raise OrderError(
+                f"mix: no selected sample has {spec.mix.attribute!r} {value!r}; there are: {values}"
+            )
+        sampling = None if weights is None else SystematicSampling(weights[inside], len(inside))
+        parts.append(Part(inside if rows is None else rows[inside], sampling))
+    return parts
 
 
 class TickSearch:

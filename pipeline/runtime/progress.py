@@ -48,7 +48,15 @@ class Progress:
     def __init__(self, text: str, console: Console | None = None, every_s: float = 60.0) -> None:
         self._file = sys.stderr if console is None else console.file
         is_terminal = sys.stderr.isatty() if console is None else console.is_terminal
-        self._status = _make_status(text, console) if is_terminal else None
+        self._status: Status | PlainStatus | None = None
+        if is_terminal:
+            try:
+                from rich.console import Console
+
+                console = console or Console(stderr=True, soft_wrap=True)
+                self._status = console.status(text)
+            except ModuleNotFoundError:
+                self._status = PlainStatus()
         self._text = text
         self._every_s = every_s
         self._start = self._updated = time.monotonic()
@@ -94,14 +102,6 @@ class Progress:
             since = _duration(time.monotonic() - self._start)
             self._file.write(f"{since}: {self._text}\n")
             self._file.flush()
-
-
-def _make_status(text: str, console: Console | None) -> Status | PlainStatus:
-    try:
-        from rich.console import Console
-    except ModuleNotFoundError:
-        return PlainStatus()
-    return (console or Console(stderr=True, soft_wrap=True)).status(text)
 
 
 def _duration(seconds: float) -> str:

@@ -98,12 +98,12 @@ class _Times(NamedTuple):
     see one moment.
     """
 
-    items: int
-    busy_s: float
-    starved_s: float
-    blocked_s: float
-    doing: str
-    since_s: float
+    items: int = 0
+    busy_s: float = 0.0
+    starved_s: float = 0.0
+    blocked_s: float = 0.0
+    doing: str = ""
+    since_s: float = 0.0
 
     def until(self, now_s: float) -> _Times:
         """Return the times with what is under way counted up to now."""
@@ -151,16 +151,7 @@ class _Crew:
             missing = [number for number in range(num_threads) if number not in self.threads]
             for number in missing:
                 while len(self.times) <= number:
-                    self.times.append(
-                        _Times(
-                            items=0,
-                            busy_s=0.0,
-                            starved_s=0.0,
-                            blocked_s=0.0,
-                            doing="",
-                            since_s=0.0,
-                        )
-                    )
+                    self.times.append(_Times())
                 self.threads[number] = threading.Thread(
                     target=_run,
                     args=(self, number),
@@ -242,19 +233,20 @@ class Pipeline:
         head = Source(source)
         inboxes: list[Source | Link] = [head, *self._links[:-1]]
         # Threads know their crew, never this object: dropping the last reference to it stops them.
-        self._crews = [
-            _Crew(
+        self._crews: list[_Crew] = []
+        per_batch = 1  # outputs of a stage that become one result of the last; 0: they differ
+        for stage, inbox, outbox in reversed([*zip(stages, inboxes, self._links, strict=True)]):
+            crew = _Crew(
                 name=name,
                 stage=stage,
                 inbox=inbox,
                 outbox=outbox,
-                per_batch=_per_batch(stages[number:]),
+                per_batch=per_batch,
                 observer=observer,
             )
-            for number, (stage, inbox, outbox) in enumerate(
-                zip(stages, inboxes, self._links, strict=True)
-            )
-        ]
+            self._crews.insert(0, crew)
+            if stage.group is not None:
+                per_batch *= stage.group if isinstance(stage.group, int) else 0
         self._observer = observer
         self._pid = os.getpid()
         self._taken = 0
@@ -342,17 +334,6 @@ class Pipeline:
         return next(crew for crew in self._crews if crew.stage.name == stage)
 
 
-def _per_batch(stages: Sequence[Stage]) -> int:
-    """Return how many outputs of the first of these stages become one result of the last."""
-    product = 1
-    for stage in stages[1:]:
-        if isinstance(stage.group, int):
-            product *= stage.group
-        elif stage.group is not None:
-            product = 0
-    return product
-
-
 def _run(crew: _Crew, number: int) -> None:
     """Run one thread of one stage."""
     now = time.perf_counter
@@ -361,53 +342,36 @@ def _run(crew: _Crew, number: int) -> None:
     outbox = crew.outbox
     times = crew.times
     items, busy_s, starved_s, blocked_s = times[number][:4]
-    free_s = now()
-    while not crew.dismissed(number):
+
+    def note(doing: str, since_s: float) -> None:
         times[number] = _Times(
             items=items,
             busy_s=busy_s,
             starved_s=starved_s,
             blocked_s=blocked_s,
-            doing="starved",
-            since_s=free_s,
+            doing=doing,
+            since_s=since_s,
         )
+
+    free_s = now()
+    while not crew.dismissed(number):
+        note("starved", free_s)
         position, item = (
             inbox.get() if stage.group is None else _take_group(inbox, stage.group, items)
         )
         taken_s = now()
         starved_s += taken_s - free_s
         if item is END:
-            times[number] = _Times(
-                items=items,
-                busy_s=busy_s,
-                starved_s=starved_s,
-                blocked_s=blocked_s,
-                doing="",
-                since_s=taken_s,
-            )
+            note("", taken_s)
             outbox.finish(position)
             return
-        times[number] = _Times(
-            items=items,
-            busy_s=busy_s,
-            starved_s=starved_s,
-            blocked_s=blocked_s,
-            doing="busy",
-            since_s=taken_s,
-        )
+        note("busy", taken_s)
         if not isinstance(item, Failure):
             item = _attempt(stage, item)
         done_s = now()
         busy_s += done_s - taken_s
         items += 1
-        times[number] = _Times(
-            items=items,
-            busy_s=busy_s,
-            starved_s=starved_s,
-            blocked_s=blocked_s,
-            doing="blocked",
-            since_s=done_s,
-        )
+        note("blocked", done_s)
         if crew.observer is not None:
             batch = position // crew.per_batch if crew.per_batch else -1
             item = _observe(
@@ -425,14 +389,7 @@ def _run(crew: _Crew, number: int) -> None:
         if not admitted or (stage.group is not None and isinstance(item, Failure)):
             break
         del item  # a result must not live on in a waiting thread's frame
-    times[number] = _Times(
-        items=items,
-        busy_s=busy_s,
-        starved_s=starved_s,
-        blocked_s=blocked_s,
-        doing="",
-        since_s=free_s,
-    )
+    note("", free_s)
 
 
 def _take_group(
@@ -457,6 +414,7 @@ def _take_group(
 
 
 def _attempt(stage: Stage, item: Any) -> Any:
+    # A function of its own: an error's traceback holds this frame, not that of the thread.
     try:
         return stage.work(item)
     except FuelrailError as error:  # says itself what and where

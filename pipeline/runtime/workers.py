@@ -178,23 +178,22 @@ def set_up_worker() -> None:
     A SIGTERM that all processes of a run get leaves the parent ``GRACE_S`` to end it between two
     samples.
     """
+
+    def end_soon(_: int, __: FrameType | None) -> None:
+        timer = threading.Timer(GRACE_S, os._exit, (128 + signal.SIGTERM,))
+        timer.daemon = True
+        timer.start()
+
+    def follow_parent() -> None:
+        parent = multiprocessing.parent_process()
+        if parent is not None:
+            with contextlib.suppress(OSError):
+                parent.join()
+            os._exit(1)
+
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _end_soon)
-    threading.Thread(target=_follow_parent, daemon=True).start()
-
-
-def _end_soon(_: int, __: FrameType | None) -> None:
-    timer = threading.Timer(GRACE_S, os._exit, (128 + signal.SIGTERM,))
-    timer.daemon = True
-    timer.start()
-
-
-def _follow_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        with contextlib.suppress(OSError):
-            parent.join()
-        os._exit(1)
+    signal.signal(signal.SIGTERM, end_soon)
+    threading.Thread(target=follow_parent, daemon=True).start()
 
 
 def pickled_error(error: BaseException) -> bytes:

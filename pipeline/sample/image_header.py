@@ -379,7 +379,13 @@ def unpack_png(encoded: Buffer, *, bits: tuple[int, ...] = (8,)) -> bytes:
     """
     info = _probe_png(encoded, bits)
     packed = b"".join(data for name, data in _png_chunks(encoded) if name == b"IDAT")
-    num_bytes = _png_data_bytes(info, is_interlaced=encoded[28] == 1)
+    # A byte for the filter, then the pixels, of each row.
+    num_bytes = 0
+    for left, top, step_x, step_y in _ADAM7 if encoded[28] == 1 else ((0, 0, 1, 1),):
+        width = -((left - info.width) // step_x)
+        height = -((top - info.height) // step_y)
+        if width > 0 and height > 0:
+            num_bytes += height * (1 + -(-width * info.num_components * info.bits // 8))
     inflate = zlib.decompressobj()
     try:
         raw = inflate.decompress(packed, num_bytes + 1)
@@ -441,19 +447,6 @@ def _png_chunks(encoded: Buffer) -> Iterator[tuple[bytes, memoryview]]:
             return
         position += 12 + length
     raise ImageError(f"PNG of {end} bytes has no end chunk: the file was cut")
-
-
-def _png_data_bytes(info: ImageInfo, *, is_interlaced: bool) -> int:
-    """Return the size of the uncompressed pixel data: a byte for the filter, then the pixels, of
-    each row.
-    """
-    num_bytes = 0
-    for left, top, step_x, step_y in _ADAM7 if is_interlaced else ((0, 0, 1, 1),):
-        width = -((left - info.width) // step_x)
-        height = -((top - info.height) // step_y)
-        if width > 0 and height > 0:
-            num_bytes += height * (1 + -(-width * info.num_components * info.bits // 8))
-    return num_bytes
 
 
 def _chunk(name: bytes, data: bytes = b"") -> bytes:

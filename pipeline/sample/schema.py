@@ -20,7 +20,7 @@ check.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Final, TypeAlias, TypeVar, get_type_hints
 
 import msgspec
@@ -300,17 +300,7 @@ class Sample:
                 key=self.key,
                 member=GEOMETRY,
             )
-        geometry = self.geometry.of_cameras(rows)
-        return Sample(
-            key=self.key,
-            meta=self.meta,
-            geometry=geometry,
-            boxes=self.boxes,
-            images=self.images,
-            points=self.points,
-            extra=self.extra,
-            sweeps=self.sweeps,
-        )
+        return replace(self, geometry=self.geometry.of_cameras(rows))
 
     def __repr__(self) -> str:
         """Name what is in it: its arrays would fill pages."""

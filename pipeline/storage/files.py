@@ -72,6 +72,12 @@ def open_descriptor(path: str | os.PathLike[str]) -> int:
             )
             raise _refused(path, reason) from error
         descriptor = os.open(target, flags)
+    _check_regular(path, descriptor)
+    return descriptor
+
+
+def _check_regular(path: str | os.PathLike[str], descriptor: int) -> None:
+    """Close the descriptor and raise OSError where it is of no regular file."""
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)
@@ -79,7 +85,6 @@ def open_descriptor(path: str | os.PathLike[str]) -> int:
             path,
             "it is a folder, not a file" if stat.S_ISDIR(mode) else "it is not a regular file",
         )
-    return descriptor
 
 
 def open_file(path: str | os.PathLike[str], max_bytes: int | None = None) -> BufferedReader:
@@ -115,13 +120,7 @@ def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
         if error.errno == errno.ENXIO:  # a socket
             raise _refused(path, "it is not a regular file") from error
         raise
-    mode = os.fstat(descriptor).st_mode
-    if not stat.S_ISREG(mode):
-        os.close(descriptor)
-        raise _refused(
-            path,
-            "it is a folder, not a file" if stat.S_ISDIR(mode) else "it is not a regular file",
-        )
+    _check_regular(path, descriptor)
     return os.fdopen(descriptor, "rb")
 
 

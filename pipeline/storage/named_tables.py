@@ -39,14 +39,31 @@ def read_named_columns(file: str, names: Sequence[str]) -> pa.Table:
     if not stat.S_ISREG(Path(file).stat().st_mode):
         raise TableError("it is not a regular file")
     if Path(file).suffix == ".csv":
-        return _read_csv(file, names)
+        _check_size(Path(file).stat().st_size)
+        batches = []
+        num_bytes = 0
+        with csv.open_csv(file) as reader:
+            _check_columns(reader.schema, names)
+            fields = [reader.schema.field(name) for name in names]
+            for batch in reader:
+                batches.append(batch.select(list(names)))
+                num_bytes += batches[-1].nbytes
+                _check_size(num_bytes)
+        return pa.Table.from_batches(batches, pa.schema(fields))
     schema = pq.read_schema(file)
     _check_columns(schema, names)
     texts = [name for name in names if is_text(schema.field(name).type)]
     with pq.ParquetFile(file, read_dictionary=texts) as parquet:
         if (growing := growing_column(parquet.metadata, names)) is not None:
             raise TableError(f"its column {growing!r} has the encoding {_GROWING}; write it plain")
-        _check_size(_encoded_bytes(parquet.metadata, names))
+        # Before dictionaries are expanded: a number a row, and what is stored.
+        num_bytes = parquet.metadata.num_rows * _NUMBER_BYTES * len(names)
+        for number in range(parquet.metadata.num_row_groups):
+            group = parquet.metadata.row_group(number)
+            for column in map(group.column, range(group.num_columns)):
+                if column.path_in_schema in names:
+                    num_bytes += max(column.total_uncompressed_size, 0)
+        _check_size(num_bytes)
         table = parquet.read(columns=list(names))
     _check_size(sum(expanded_bytes(chunk) for column in table.columns for chunk in column.chunks))
     plain = {}
@@ -80,33 +97,6 @@ def expanded_bytes(array: pa.Array) -> int:
     lengths = pc.binary_length(array.dictionary).cast(pa.int64())
     text_bytes: int | None = pc.sum(lengths.take(array.indices)).as_py()
     return len(array) * _NUMBER_BYTES + (text_bytes or 0)
-
-
-def _encoded_bytes(metadata: pq.FileMetaData, names: Sequence[str]) -> int:
-    """Return what columns take before dictionaries are expanded: a number a row, and what is
-    stored.
-    """
-    num_bytes: int = metadata.num_rows * _NUMBER_BYTES * len(names)
-    for number in range(metadata.num_row_groups):
-        group = metadata.row_group(number)
-        for column in map(group.column, range(group.num_columns)):
-            if column.path_in_schema in names:
-                num_bytes += max(column.total_uncompressed_size, 0)
-    return num_bytes
-
-
-def _read_csv(file: str, names: Sequence[str]) -> pa.Table:
-    _check_size(Path(file).stat().st_size)
-    batches = []
-    num_bytes = 0
-    with csv.open_csv(file) as reader:
-        _check_columns(reader.schema, names)
-        fields = [reader.schema.field(name) for name in names]
-        for batch in reader:
-            batches.append(batch.select(list(names)))
-            num_bytes += batches[-1].nbytes
-            _check_size(num_bytes)
-    return pa.Table.from_batches(batches, pa.schema(fields))
 
 
 def _check_columns(schema: pa.Schema, names: Sequence[str]) -> None:

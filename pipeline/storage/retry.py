@@ -179,15 +179,10 @@ def _kind(error: BaseException) -> FaultKind:
     if name.startswith(_MALFORMED):
         return "invalid"
     status = _status(error)
-    if status is not None:
-        return _kind_of_status(status)
-    names = {base.__name__ for base in type(error).__mro__}
-    return (
-        "transient" if isinstance(error, OSError | EOFError) or names & _ON_THE_WAY else "invalid"
-    )
-
-
-def _kind_of_status(status: int) -> FaultKind:
+    if status is None:
+        names = {base.__name__ for base in type(error).__mro__}
+        is_on_the_way = isinstance(error, OSError | EOFError) or names & _ON_THE_WAY
+        return "transient" if is_on_the_way else "invalid"
     if status in _MISSING:
         return "missing"
     if status in _REFUSED:

@@ -34,7 +34,6 @@ from fuelrail.pipeline.settings import (
     must_be,
 )
 from fuelrail.pipeline.transforms.randomness import (
-    ALL_CAMERAS,
     settle_train,
     uniforms,
     within,
@@ -227,14 +226,7 @@ class BevAugment(Settings, frozen=True):
         """Return the map of a sample; arguments as in `ImageAugment.draw`."""
         if not self.train:
             return IDENTITY
-        u = uniforms(
-            seed,
-            epoch=epoch,
-            sample=sample,
-            cameras=(ALL_CAMERAS,),
-            stream=STREAM,
-            count=_NUM_DRAWS,
-        )[0].tolist()
+        u = uniforms(seed, epoch, sample, stream=STREAM, count=_NUM_DRAWS)[0].tolist()
         # Box and Muller's transform: two uniforms make one normal number. 1 - u is never 0.
         normal = [
             math.sqrt(-2 * math.log(1 - u[4 + i])) * math.cos(2 * math.pi * u[7 + i])

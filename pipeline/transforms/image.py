@@ -173,28 +173,18 @@ class ImageAugment(Settings, frozen=True):
         if not self.train:
             return [self._evaluate(int(width), int(height)) for width, height in img_wh]
         count = len(img_wh)
-        if self.scope == "sample":
-            draws = (
-                uniforms(
-                    seed,
-                    epoch=epoch,
-                    sample=sample,
-                    cameras=(ALL_CAMERAS,),
-                    stream=STREAM,
-                    count=_NUM_DRAWS,
-                ).tolist()
-                * count
-            )
-        else:
-            rows = range(count) if cameras is None else cameras
-            draws = uniforms(
-                seed,
-                epoch=epoch,
-                sample=sample,
-                cameras=rows,
-                stream=STREAM,
-                count=_NUM_DRAWS,
-            ).tolist()
+        is_shared = self.scope == "sample"
+        rows = range(count) if cameras is None else cameras
+        draws = uniforms(
+            seed,
+            epoch=epoch,
+            sample=sample,
+            cameras=(ALL_CAMERAS,) if is_shared else rows,
+            stream=STREAM,
+            count=_NUM_DRAWS,
+        ).tolist()
+        if is_shared:
+            draws *= count
         return [
             self._train(int(wh[0]), int(wh[1]), draw)
             for wh, draw in zip(img_wh, draws, strict=True)

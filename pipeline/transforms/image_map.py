@@ -321,30 +321,10 @@ class ImageMap:
 
 def ida_mats(maps: Sequence[ImageMap]) -> NDArray[np.float64]:
     """Return the `ImageMap.ida_mat` of each map, float64 (N, 4, 4)."""
-    rows = []
-    for image_map in maps:
-        a, b, tx, c, d, ty = image_map.centre_coefficients()
-        rows.append(
-            (
-                a,
-                b,
-                tx,
-                0.0,
-                c,
-                d,
-                ty,
-                0.0,
-                0.0,
-                0.0,
-                1.0,
-                0.0,
-                0.0,
-                0.0,
-                0.0,
-                1.0,
-            )
-        )
-    return np.array(rows, dtype=np.float64).reshape(-1, 4, 4)
+    mats = np.tile(np.eye(4), (len(maps), 1, 1))
+    coefficients = np.array([image_map.centre_coefficients() for image_map in maps], np.float64)
+    mats[:, :2, :3] = coefficients.reshape(-1, 2, 3)
+    return mats
 
 
 def apply_to_intrinsics(

@@ -148,45 +148,35 @@ class PixelAugment(Settings, frozen=True):
         """
         if self.changes_nothing:
             return [NO_CHANGE] * len(cameras)
-        if self.scope == "sample":
-            row = uniforms(
-                seed,
-                epoch=epoch,
-                sample=sample,
-                cameras=(ALL_CAMERAS,),
-                stream=STREAM,
-                count=_NUM_DRAWS,
-            )[0].tolist()
-            return [self._change(height, row)] * len(cameras)
-        return [
-            self._change(height, row)
-            for row in uniforms(
-                seed,
-                epoch=epoch,
-                sample=sample,
-                cameras=cameras,
-                stream=STREAM,
-                count=_NUM_DRAWS,
-            ).tolist()
-        ]
-
-    def _change(self, height: int, u: list[float]) -> PixelChange:
+        is_shared = self.scope == "sample"
+        draws = uniforms(
+            seed,
+            epoch=epoch,
+            sample=sample,
+            cameras=(ALL_CAMERAS,) if is_shared else cameras,
+            stream=STREAM,
+            count=_NUM_DRAWS,
+        ).tolist()
         prob = self.prob
-        order = (0, 1, 2)
-        if self.swap_channels and u[8] < prob:
-            order = _ORDERS[int(u[9] * len(_ORDERS))]
-        holes = None
-        if u[11] < self.grid_mask_prob:
-            u_spacing, u_top, u_left = u[12:]
-            spacing = 2 + int(u_spacing * max(1, height - 2))
-            bar = min(max(int(spacing * self.grid_mask_ratio + 0.5), 1), spacing - 1)
-            holes = GridHoles(spacing, bar, int(u_top * spacing), int(u_left * spacing))
-        return PixelChange(
-            brightness=self.brightness * (2 * u[1] - 1) if u[0] < prob else 0.0,
-            contrast=within(self.contrast, u[3]) if u[2] < prob else 1.0,
-            saturation=within(self.saturation, u[5]) if u[4] < prob else 1.0,
-            hue_deg=self.hue_deg * (2 * u[7] - 1) if u[6] < prob else 0.0,
-            order=order,
-            contrast_first=u[10] < 0.5,
-            holes=holes,
-        )
+        changes = []
+        for u in draws:
+            order = (0, 1, 2)
+            if self.swap_channels and u[8] < prob:
+                order = _ORDERS[int(u[9] * len(_ORDERS))]
+            holes = None
+            if u[11] < self.grid_mask_prob:
+                u_spacing, u_top, u_left = u[12:]
+                spacing = 2 + int(u_spacing * max(1, height - 2))
+                bar = min(max(int(spacing * self.grid_mask_ratio + 0.5), 1), spacing - 1)
+                holes = GridHoles(spacing, bar, int(u_top * spacing), int(u_left * spacing))
+            change = PixelChange(
+                brightness=self.brightness * (2 * u[1] - 1) if u[0] < prob else 0.0,
+                contrast=within(self.contrast, u[3]) if u[2] < prob else 1.0,
+                saturation=within(self.saturation, u[5]) if u[4] < prob else 1.0,
+                hue_deg=self.hue_deg * (2 * u[7] - 1) if u[6] < prob else 0.0,
+                order=order,
+                contrast_first=u[10] < 0.5,
+                holes=holes,
+            )
+            changes.append(change)
+        return changes * len(cameras) if is_shared else changes

@@ -25,7 +25,7 @@ from fuelrail.pipeline.settings import (
     Positive,
     must_be,
 )
-from fuelrail.pipeline.transforms.randomness import ALL_CAMERAS, uniforms
+from fuelrail.pipeline.transforms.randomness import uniforms
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.sample.schema import Sweeps
@@ -77,14 +77,7 @@ class PointSweeps(CheckedSettings, frozen=True):
         num = min(self.num_sweeps - 1, num_stored)
         if self.choose == "latest" or num == num_stored:
             return list(range(num))
-        draws = uniforms(
-            seed,
-            epoch=epoch,
-            sample=sample,
-            cameras=(ALL_CAMERAS,),
-            stream=STREAM,
-            count=num_stored,
-        )[0]
+        draws = uniforms(seed, epoch, sample, stream=STREAM, count=num_stored)[0]
         chosen: list[int] = np.sort(np.argsort(draws, kind="stable")[:num]).tolist()
         return chosen
 
@@ -140,7 +133,12 @@ class PointSweeps(CheckedSettings, frozen=True):
                 )
         names = self.columns(columns)
         at_dt = names.index("dt_s")
-        clouds = [self._far_enough(points) for points, _, _ in parts]
+        clouds = []
+        for points, _, _ in parts:
+            if self.min_distance_m > 0.0:
+                near = (np.abs(points[:, :2]) < self.min_distance_m).all(axis=1)
+                points = points[~near] if near.any() else points
+            clouds.append(points)
         cloud = np.empty((sum(len(points) for points in clouds), len(names)), np.float32)
         first = 0
         for points, (_, move, dt_s) in zip(clouds, parts, strict=True):
@@ -156,9 +154,3 @@ class PointSweeps(CheckedSettings, frozen=True):
             part[:, at_dt] = dt_s
             first += len(points)
         return cloud
-
-    def _far_enough(self, points: NDArray[np.float32]) -> NDArray[np.float32]:
-        if self.min_distance_m == 0.0:
-            return points
-        near = (np.abs(points[:, :2]) < self.min_distance_m).all(axis=1)
-        return points[~near] if near.any() else points

@@ -43,7 +43,8 @@ def uniforms(
     seed: int,
     epoch: int,
     sample: int,
-    cameras: Sequence[int],
+    cameras: Sequence[int] = (ALL_CAMERAS,),
+    *,
     stream: str,
     count: int,
 ) -> NDArray[np.float64]:

@@ -123,7 +123,7 @@ def test_a_cache_evicts_layers_as_it_does_the_base(base, part, tmp_path) -> None
 def test_missing_rows_are_an_error_masked_or_dropped(base, part) -> None:
     with pytest.raises(
         OrderError,
-        match=r"layer 't' .* has no value for 4 of 12 selected samples, such as clip-",
+        match=r"layer 't' .* has no value for 4 of 12 selected samples, the first is sample 'clip-",
     ):
         make(base, {"t": part})
     assert sorted(rows_of(base, {"t": part}, PRESENT, missing="mask")) == [*range(12)]

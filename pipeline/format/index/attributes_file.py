@@ -95,7 +95,13 @@ class AttributesFile:
                 if ends[n] < interval.stop and ends[n + 1] > interval.start
             ]
             if self._blocks is not None:
-                self._blocks.need_parts(*_chunks([groups[number] for number in numbers], names))
+                chunks = []
+                for number in numbers:
+                    for column in map(groups[number].column, range(groups[number].num_columns)):
+                        if column.path_in_schema in names:
+                            first = column.dictionary_page_offset or column.data_page_offset
+                            chunks.append((first, first + column.total_compressed_size))
+                self._blocks.need_parts(*chunks)
             first_row = ends[numbers[0]] if numbers else 0
             for batch in file.iter_batches(_ROWS_AT_ONCE, row_groups=numbers, columns=list(names)):
                 low, high = (
@@ -134,7 +140,16 @@ class AttributesFile:
     @contextlib.contextmanager
     def _opened(self) -> Iterator[tuple[pq.ParquetFile, pa.Schema]]:
         try:
-            with self._stream() as stream:
+            if self._blocks is None:
+                opened: BufferedReader | RawIOBase = open_file(self._path, _MAX_FILE_BYTES)
+            elif len(self._blocks.map) <= _MAX_FILE_BYTES:
+                opened = self._blocks.stream()
+            else:
+                raise IndexFileError(
+                    f"'{self._path}' has over {_MAX_FILE_BYTES} bytes, which is all that is read "
+                    "of it"
+                )
+            with opened as stream:
                 schema = pq.read_schema(stream)
                 texts = [field.name for field in schema if pa.types.is_string(field.type)]
                 with pq.ParquetFile(stream, read_dictionary=texts) as file:
@@ -148,15 +163,6 @@ class AttributesFile:
             if isinstance(error, FuelrailError):
                 raise
             raise IndexFileError(f"'{self._path}' is damaged: {error}") from error
-
-    def _stream(self) -> BufferedReader | RawIOBase:
-        if self._blocks is None:
-            return open_file(self._path, _MAX_FILE_BYTES)
-        if len(self._blocks.map) > _MAX_FILE_BYTES:
-            raise IndexFileError(
-                f"'{self._path}' has over {_MAX_FILE_BYTES} bytes, which is all that is read of it"
-            )
-        return self._blocks.stream()
 
     def _check(self, metadata: pq.FileMetaData, schema: pa.Schema) -> None:
         if metadata.num_columns > MAX_COLUMNS:
@@ -187,14 +193,3 @@ class AttributesFile:
             )
             if (text := ATTRIBUTES.broken(num_bytes)) is not None:
                 raise IndexFileError(f"'{self._path}': row group {number} {text}")
-
-
-def _chunks(
-    groups: Sequence[pq.RowGroupMetaData], names: Sequence[str]
-) -> Iterator[tuple[int, int]]:
-    """Yield first byte and end of each column chunk of these columns."""
-    for group in groups:
-        for column in map(group.column, range(group.num_columns)):
-            if column.path_in_schema in names:
-                first = column.dictionary_page_offset or column.data_page_offset
-                yield first, first + column.total_compressed_size

@@ -58,10 +58,7 @@ def check_plain(view: memoryview, number: int) -> None:
     looks first.
     """
     try:
-        start, metadata_bytes, body_bytes = _block(view, number)
-        (first,) = struct.unpack_from("<I", view, start)
-        message_start = start + (8 if first == _CONTINUED else 4)
-        message = view[message_start : start + metadata_bytes]
+        message, _, body_bytes = _message(view, number, _FOOTER_BATCHES)
         table = _root(message)
         header_at = _field(message, table, _MESSAGE_HEADER)
         batch = header_at + struct.unpack_from("<I", message, header_at)[0]
@@ -111,11 +108,7 @@ def list_buffer_bytes(view: memoryview) -> list[BufferBytes]:
         for field in (_FOOTER_DICTIONARIES, _FOOTER_BATCHES):
             _, count = _blocks(view, field)
             for number in range(count):
-                start, metadata_bytes, body_bytes = _block(view, number, field)
-                (first,) = struct.unpack_from("<I", view, start)
-                message_start = start + (8 if first == _CONTINUED else 4)
-                body_start = start + metadata_bytes
-                message = view[message_start:body_start]
+                message, body_start, body_bytes = _message(view, number, field)
                 body = view[body_start : body_start + body_bytes]
                 sizes.append(buffer_bytes_of_message(message, body))
     except (struct.error, ValueError, OverflowError) as error:
@@ -184,6 +177,14 @@ def _block(view: memoryview, number: int, field: int = _FOOTER_BATCHES) -> tuple
         raise IndexFileError(f"it has no record batch {number}")
     block: tuple[int, int, int] = struct.unpack_from("<qi4xq", view, first + _BLOCK_BYTES * number)
     return block
+
+
+def _message(view: memoryview, number: int, field: int) -> tuple[memoryview, int, int]:
+    """Return a batch's metadata, and where its body begins and how long it is."""
+    start, metadata_bytes, body_bytes = _block(view, number, field)
+    (first,) = struct.unpack_from("<I", view, start)
+    body_start = start + metadata_bytes
+    return view[start + (8 if first == _CONTINUED else 4) : body_start], body_start, body_bytes
 
 
 def _blocks(view: memoryview, field: int) -> tuple[int, int]:

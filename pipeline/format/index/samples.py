@@ -335,18 +335,10 @@ class SampleIndex:
         """Copy a scalar column (frame, timestamp_ns, shard, offset, length or xxh3) of rows
         first to end - 1.
         """
-        field = _SCALARS.index(name)
-        end = self._length if end is None else end
-        numbers = (
-            range(first // ROWS_PER_BATCH, -(-end // ROWS_PER_BATCH)) if end > first else range(0)
-        )
-        parts = [
-            self._column(n, name)[max(first - n * ROWS_PER_BATCH, 0) : end - n * ROWS_PER_BATCH]
-            for n in numbers
-        ]
-        return (
-            np.concatenate(parts) if parts else np.empty(0, numpy_dtype(_COLUMNS[2 + field].type))
-        )
+        parts = [np.empty(0, numpy_dtype(_TYPES[name]))]
+        for number, low, high in self._batches_of(first, end):
+            parts.append(self._column(number, name)[low:high])
+        return np.concatenate(parts)
 
     def strings(self, name: str, first: int = 0, end: int | None = None) -> list[str]:
         """Return the keys or clip ids (``key``, ``clip_id``) of rows first to end - 1."""
@@ -357,15 +349,21 @@ class SampleIndex:
         """Return the keys or clip ids (``key``, ``clip_id``) of rows first to end - 1 as an
         Arrow array, not copied.
         """
-        end = self._length if end is None else end
-        parts = []
-        for n in (
-            range(first // ROWS_PER_BATCH, -(-end // ROWS_PER_BATCH)) if end > first else range(0)
-        ):
-            array = self._column(n, name)
-            low = max(first - n * ROWS_PER_BATCH, 0)
-            parts.append(array.slice(low, max(min(end - n * ROWS_PER_BATCH, len(array)) - low, 0)))
+        parts = [
+            self._column(number, name)[low:high]
+            for number, low, high in self._batches_of(first, end)
+        ]
         return pa.chunked_array(parts, pa.string())
+
+    def _batches_of(self, first: int, end: int | None) -> Iterator[tuple[int, int, int]]:
+        """Yield each batch that has some of rows first to end - 1 (None: all behind), and the first
+        and the end of these in it.
+        """
+        end = self._length if end is None else end
+        if first < end:
+            for number in range(first // ROWS_PER_BATCH, -(-end // ROWS_PER_BATCH)):
+                start = number * ROWS_PER_BATCH
+                yield number, max(first - start, 0), min(end - start, ROWS_PER_BATCH)
 
     def clip_ids(self, first: int = 0, end: int | None = None) -> list[str]:
         """Return the clip ids that rows first to end - 1 have, each once, sorted."""

@@ -620,16 +620,17 @@ def test_batches_are_stacked_packed_or_lists_by_kind_and_missing_values_are_dist
     ]
 
 
-voxels = Kind(
-    extensions=("npy",),
-    broken=KINDS["points"].broken,
-    encode=KINDS["points"].encode,
-    decode=KINDS["points"].decode,
-    check=KINDS["points"].check,
-    collate=KINDS["points"].collate,
-    row_bytes=KINDS["points"].row_bytes,
-)
-backwards = LawCode(lambda _, __: iter(()), lambda value, _, __: value[::-1])
+class Voxels(type(KINDS["points"])):
+    extensions = ("npy",)
+
+
+class Backwards(LawCode):
+    def move(self, value, _channel, _motion):
+        return value[::-1]
+
+
+voxels = Voxels()
+backwards = Backwards()
 
 
 def test_packages_add_kinds_and_laws_and_cannot_replace_ours(
@@ -654,7 +655,7 @@ def test_packages_add_kinds_and_laws_and_cannot_replace_ours(
     assert laws.names() == ["fixed", "backwards", "voxels", "image"]
     with pytest.raises(
         ConfigError,
-        match=r"is Kind; a law must be fuelrail\.pipeline\.channels\.laws\.LawCode",
+        match=r"is Voxels; a law must be fuelrail\.pipeline\.channels\.laws\.LawCode",
     ):
         laws["voxels"]
     with pytest.raises(

@@ -18,10 +18,9 @@ from fuelrail.pipeline.format.index.attributes_file import ATTRIBUTES_FILE
 from fuelrail.pipeline.order.balance import Balance
 from fuelrail.pipeline.order.batching import Batching, Cursor, Walk, World
 from fuelrail.pipeline.order.compile import (
-    arrange,
+    compile_inputs,
     compile_order,
     compile_table,
-    select_samples,
 )
 from fuelrail.pipeline.order.inputs import read_inputs
 from fuelrail.pipeline.order.keys import read_keys
@@ -120,7 +119,7 @@ def test_an_orders_inputs_are_read_once_and_its_files_before_it_is_computed(tmp_
     inputs = read_inputs(spec, table, table.lengths)
     for path in tmp_path.iterdir():
         path.unlink()
-    order = arrange(spec, inputs, select_samples(spec, inputs))
+    order = compile_inputs(spec, inputs)
     assert sorted(set(read_epoch(order).tolist())) == [0, 2]
     assert [sorted(names) for names in table.reads] == [["cost", "key", "night"]]
 

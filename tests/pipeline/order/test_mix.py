@@ -10,14 +10,14 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from fuelrail.pipeline.errors import OrderError
-from fuelrail.pipeline.order.compile import CompiledOrder, mix_orders
+from fuelrail.pipeline.order.compile import mix_orders
 from fuelrail.pipeline.order.mix import (
     MAX_BLOCK,
     MixedOrder,
     MixSchedule,
     MixStage,
 )
-from fuelrail.pipeline.order.spec import OrderSpec
+from fuelrail.pipeline.order.spec import CompiledOrder, OrderSpec
 
 
 def order(num_samples, seed=0, kind="shuffled"):

@@ -23,7 +23,7 @@ from fuelrail.pipeline.errors import (
 from fuelrail.pipeline.format.attributes import ClipTable
 from fuelrail.pipeline.order.batching import Batching, Cursor, Walk, World
 from fuelrail.pipeline.order.bucket import MAX_BUCKETS
-from fuelrail.pipeline.order.compile import CompiledOrder, compile_table
+from fuelrail.pipeline.order.compile import compile_table
 from fuelrail.pipeline.order.lanes import LaneOrder
 from fuelrail.pipeline.order.mix import MAX_BLOCK, Mix, MixedOrder
 from fuelrail.pipeline.order.pack import Pack
@@ -32,7 +32,7 @@ from fuelrail.pipeline.order.permutation import (
     KeyedPermutation,
     derive_key,
 )
-from fuelrail.pipeline.order.spec import OrderSpec, OrderStage, position_map
+from fuelrail.pipeline.order.spec import CompiledOrder, OrderSpec, OrderStage, position_map
 from fuelrail.pipeline.order.table import Table
 from fuelrail.pipeline.order.weights import (
     MAX_POSITIONS,

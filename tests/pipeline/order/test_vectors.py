@@ -17,12 +17,12 @@ import pytest
 
 from fuelrail.pipeline.format.attributes import ClipTable
 from fuelrail.pipeline.order.batching import Batching, World
-from fuelrail.pipeline.order.compile import CompiledOrder, compile_table
+from fuelrail.pipeline.order.compile import compile_table
 from fuelrail.pipeline.order.lanes import LaneOrder
 from fuelrail.pipeline.order.mix import Mix, MixedOrder, MixSchedule, MixStage
 from fuelrail.pipeline.order.permutation import KeyedPermutation, derive_key
 from fuelrail.pipeline.order.select import Filter
-from fuelrail.pipeline.order.spec import ORDER_VERSION, OrderSpec, OrderStage
+from fuelrail.pipeline.order.spec import ORDER_VERSION, CompiledOrder, OrderSpec, OrderStage
 from fuelrail.pipeline.order.table import Table
 from fuelrail.pipeline.order.weights import AttributeWeights, SystematicSampling
 from fuelrail.pipeline.order.windows import FrameWindow, window_lookup

@@ -95,4 +95,4 @@ def test_addresses_beyond_64_bits_are_refused(
     address: tuple[int, int, int],
 ) -> None:
     with pytest.raises(ConfigError, match="signed 64 bits"):
-        uniforms(*address, (0,), "s", 1)
+        uniforms(*address, (0,), stream="s", count=1)
