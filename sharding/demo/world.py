@@ -22,7 +22,6 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fuelrail.pipeline.rigid import rigid
 from fuelrail.sharding.demo.rig import (
@@ -44,6 +43,7 @@ from fuelrail.sharding.demo.street import (
 )
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.sample.schema import F64
     from fuelrail.sharding.demo.options import SynthOptions
 
 KEYFRAME_US: Final = 500_000
@@ -164,7 +164,7 @@ class SynthClip:
             0.0,
         ), yaw_quaternion(yaw)
 
-    def ego2global(self, timestamp_us: int) -> NDArray[np.float64]:
+    def ego2global(self, timestamp_us: int) -> F64:
         """Return ego to global (4, 4) of exactly the pose that the tables hold."""
         translation, rotation = self.ego(timestamp_us)
         return rigid(np.array(rotation), np.array(translation))
