@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -100,7 +101,23 @@ class DatasetPart:
                 f"dataset '{self.dataset.location}' is damaged: members outside of sample "
                 f"'{row.key}'"
             )
-        head = self._read_head(row, end)
+        shard = self.dataset.shards.name_of(row)
+        decode_head = partial(read_head, num_bytes=end, shard=shard, offset=row.offset, key=row.key)
+        try:
+            if not is_framed(shard):
+                head = self._read_bytes(row, end)
+            elif self._remote is not None:
+                head = decode_head(io.BytesIO(self._read_bytes(row, row.length)))
+            else:
+                with open_file(self.dataset.shard_path(row)) as file:
+                    file.seek(row.offset)
+                    head = decode_head(file)
+        except ShardError as error:
+            raise SourceError(f"dataset '{self.dataset.location}' is damaged: {error}") from error
+        except OSError as error:
+            raise SourceError(
+                f"shard '{self.dataset.location}/{shard}' cannot be read: {error.strerror}"
+            ) from error
         decoded: dict[str, Any] = {}
         for name, offset, stored_bytes, raw_bytes, codec, _ in entries:
             stored = head[offset : offset + stored_bytes]
@@ -166,25 +183,6 @@ class DatasetPart:
             part = rows[first : first + _ROWS_AT_ONCE]
             values = [{} for _ in part] if table is None else disk.take(table, part).to_pylist()
             yield from zip(part.tolist(), values, strict=True)
-
-    def _read_head(self, row: IndexRow, num_bytes: int) -> bytes:
-        """Read the first bytes of a span, decoded if it is a frame."""
-        name = self.dataset.shards.name_of(row)
-        if not is_framed(name):
-            return self._read_bytes(row, num_bytes)
-        try:
-            if self._remote is not None:
-                file = io.BytesIO(self._read_bytes(row, row.length))
-                return read_head(file, num_bytes, shard=name, offset=row.offset, key=row.key)
-            with open_file(self.dataset.shard_path(row)) as shard:
-                shard.seek(row.offset)
-                return read_head(shard, num_bytes, shard=name, offset=row.offset, key=row.key)
-        except ShardError as error:
-            raise SourceError(f"dataset '{self.dataset.location}' is damaged: {error}") from error
-        except OSError as error:
-            raise SourceError(
-                f"shard '{self.dataset.location}/{name}' cannot be read: {error.strerror}"
-            ) from error
 
     def _read_bytes(self, row: IndexRow, num_bytes: int) -> bytes:
         """Read the first bytes of a span as they are stored."""

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from fuelrail.sharding.sources.shared.times import nearest
 
 if TYPE_CHECKING:
-    I64 = NDArray[np.int64]
+    from fuelrail.pipeline.sample.schema import I64
 
 _STEADY = 0.7
 """Length of the mean direction of offsets [0, 1] from which on a sensor counts as triggered with

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from fuelrail.pipeline.sample.image_header import ImageInfo
+    from fuelrail.pipeline.sample.schema import F64
 
 _MOST_NAMES: Final = 12
 _MOST_CHARACTERS: Final = 60
@@ -93,7 +94,7 @@ class ScanReport(msgspec.Struct, kw_only=True):
     def note_principal_points(
         self,
         channels: Sequence[str],
-        intrinsics: NDArray[np.float64],
+        intrinsics: F64,
         sizes: NDArray[np.integer[Any]],
     ) -> None:
         """Note images whose K does not seem to be theirs: K (F, N, 3, 3), sizes (F, N, 2) [px],
