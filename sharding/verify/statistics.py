@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from fuelrail.pipeline.format.dataset import Dataset
+    from fuelrail.pipeline.sample.schema import I64, Mask
 
 STATISTICS_FILE: Final = "statistics.json"
 """Beside the manifest. It is not part of the dataset: no digest covers it."""
@@ -108,9 +109,7 @@ def _compute_split_statistics(dataset: Dataset, split: str) -> dict[str, dict[st
     return {name: of_one.result() for name, of_one in numbers.items()}
 
 
-def _select_new_measurements(
-    clips: ClipTable, sample: int, times: NDArray[np.int64]
-) -> NDArray[np.bool_]:
+def _select_new_measurements(clips: ClipTable, sample: int, times: I64) -> Mask:
     """Return which measurements of a part of a series no other sample counts: those since the
     sample before.
     """

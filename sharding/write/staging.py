@@ -50,6 +50,7 @@ from fuelrail.sharding.sources.source import ClipSource, Place
 from fuelrail.sharding.write.images import stored_share, stored_size
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.sample.schema import I64
     from fuelrail.sharding.planning.recipe import ImageRecipe
 
 _MAX_THREADS: Final = 4
@@ -322,7 +323,7 @@ def stage_clips(
 
 def _check_space(
     table: ScanTable,
-    rows: NDArray[np.int64],
+    rows: I64,
     folder: Path,
     images: ImageRecipe | None,
 ) -> None:

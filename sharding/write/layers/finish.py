@@ -16,7 +16,6 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
 
 from fuelrail import __version__
 from fuelrail.pipeline.channels.table import Channel
@@ -61,6 +60,7 @@ from fuelrail.sharding.write.records import publish_listing
 if TYPE_CHECKING:
     from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.format.index.row import IndexRow
+    from fuelrail.pipeline.sample.schema import I64
 
 SHARD_BYTES: Final = 256 << 20
 """A shard ends before the row that would make it larger."""
@@ -237,7 +237,7 @@ def _check_row(
         )
 
 
-def publish_rows(out: Output, folder: Path, rows: NDArray[np.int64]) -> list[FileEntry]:
+def publish_rows(out: Output, folder: Path, rows: I64) -> list[FileEntry]:
     """Publish ``rows.npy``, written in the folder, and return its entry; nothing where row i
     belongs to position i.
     """
