@@ -22,9 +22,8 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.sample.schema import F64
 
 QUATERNION_DECIMALS: Final = 12
-METRE_DECIMALS: Final = (
-    6  # of what ends up in a table: it is rounded first, so what is rendered is what they say
-)
+# Of what ends up in a table: it is rounded first, so what is rendered is what they say.
+METRE_DECIMALS: Final = 6
 LIDAR_CHANNEL: Final = "LIDAR_TOP"
 
 

@@ -197,9 +197,8 @@ def meet(block: Block, sensor2unit: Floats, rays: Floats) -> tuple[Floats, Float
     side that a ray enters by is across the axis of the largest of these.
     """
     # A ray is inside from the last entry between two opposite sides to the first exit.
-    along = np.einsum(
-        "ij,jrc->irc", sensor2unit[:3, :3].astype(rays.dtype), rays
-    )  # unlike BLAS, in this thread alone
+    # In this thread alone, unlike BLAS.
+    along = np.einsum("ij,jrc->irc", sensor2unit[:3, :3].astype(rays.dtype), rays)
     with np.errstate(divide="ignore", invalid="ignore"):
         first, second = (
             (np.array(corner) - sensor2unit[:3, 3]).astype(rays.dtype)[:, None, None] / along

@@ -47,9 +47,8 @@ if TYPE_CHECKING:
     from fuelrail.sharding.demo.options import SynthOptions
 
 KEYFRAME_US: Final = 500_000
-_EPOCH_S: Final = (
-    1_893_506_400  # 2030-01-01 14:00 UTC: nobody can take these drives for recorded ones
-)
+# 2030-01-01 14:00 UTC: nobody can take these drives for recorded ones.
+_EPOCH_S: Final = 1_893_506_400
 _CLIPS_PER_LOG: Final = 2
 _EGO_LENGTH_M = 4.6
 _EGO_WIDTH_M = 1.95
@@ -133,9 +132,8 @@ class SynthClip:
     actors: tuple[Actor, ...]
     scenery: tuple[Solid, ...]
     speed_mps: float
-    sway: tuple[
-        float, float, float
-    ]  # amplitude in m/s and rate in rad/s of the speed, amplitude in m across the lane
+    # Amplitude in m/s and rate in rad/s of the speed, amplitude in m across the lane.
+    sway: tuple[float, float, float]
 
     @property
     def description(self) -> str:

@@ -61,9 +61,8 @@ _POLL_S: Final = 0.5
 
 _STOP_S: Final = 30.0
 
-_TASKS_AHEAD: Final = (
-    2  # submitted for each CPU of the cluster, so that none waits for the next one
-)
+# Submitted for each CPU of the cluster, so that none waits for the next one.
+_TASKS_AHEAD: Final = 2
 
 _LOOK_S: Final = 5.0
 

@@ -93,9 +93,8 @@ _UNITS: Final = {
     "GIB": 1 << 30,
 }
 
-_SPLIT_NAME: Final = re.compile(
-    r"[a-z][a-z0-9_]{0,99}\Z"
-)  # as FORMAT.md has it: shards are named after it
+# As FORMAT.md has it: shards are named after it.
+_SPLIT_NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,99}\Z")
 
 Splits = dict[str, float | list[str]]
 """Split name to its share of the clips, or to the names of its clips."""

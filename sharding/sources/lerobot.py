@@ -427,9 +427,8 @@ class LeRobot(VideoSource[VideoSettings]):
         part = table.take(rows)
         times_s = _read_array(part, "timestamp", (), where).astype(np.float64)
         exact_s = frame_index / info.fps
-        times_s = np.where(
-            abs(times_s - exact_s) < 1e-4, exact_s, times_s
-        )  # float32 is off by up to 1e-5 s at 100 s
+        # A float32 is off by up to 1e-5 s at 100 s.
+        times_s = np.where(abs(times_s - exact_s) < 1e-4, exact_s, times_s)
         tasks = _read_array(part, "task_index", (), where).tolist()
         columns: dict[str, Any] = {}
         for name, feature in self._meta.values.items():

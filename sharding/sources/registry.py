@@ -323,9 +323,8 @@ def _kinds() -> dict[str, EntryPoint]:
 
 
 def _listed(names: Iterable[str]) -> str:
-    return ", ".join(
-        sorted(name for name in names if name != "fuelrail")
-    )  # a dataset goes to `fuelrail reshard`
+    # A dataset goes to `fuelrail reshard`.
+    return ", ".join(sorted(name for name in names if name != "fuelrail"))
 
 
 def _entry(kind: str, where: str = "this names an") -> EntryPoint:
@@ -370,10 +369,8 @@ def check_place(spec: SourceSpec) -> None:
         return
     except FileNotFoundError:
         pass
-    except (
-        OSError,
-        ValueError,
-    ) as error:  # a name that is too long, or holds a zero
+    except (OSError, ValueError) as error:
+        # The name is too long, or holds a zero.
         problem = f"cannot be read: {getattr(error, 'strerror', None) or error}"
     raise SourceError(f"source '{shortened(f'{spec.kind}:{spec.location}')}' {problem}")
 

@@ -288,10 +288,8 @@ def read_tags(dataset: str | os.PathLike[str]) -> tuple[str, ...]:
                 data = store.cat_file(f"{folder}/{TAGS_FILE}", start=0, end=_MAX_TAGS_BYTES)
             except Exception as error:
                 fault = fault_of(error)
-                if fault.kind in (
-                    "missing",
-                    "refused",
-                ):  # a store may refuse what is not there
+                if fault.kind in ("missing", "refused"):
+                    # A store may refuse what is not there.
                     return ()
                 raise DatasetError(
                     f"'{shown_url(str(dataset))}/{TAGS_FILE}' cannot be read ({fault.text})"

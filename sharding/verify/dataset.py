@@ -153,9 +153,8 @@ def verify(
                 dataset,
                 dictionary=load_dictionary(folder, manifest, dataset.index),
             )
-        except (
-            ManifestError
-        ) as error:  # then members are not decoded: each of them would be a fault
+        except ManifestError as error:
+            # Members are not decoded then: each of them would be a fault.
             report.faults.append(Fault(DICTIONARY_FILE, str(error)))
             deep = False
 

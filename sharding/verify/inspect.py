@@ -174,10 +174,11 @@ def _format_statistics(
     rows = []
     for split, of_split in numbers.items():
         for name, channel_numbers in of_split.items():
+            # None is NaN.
             arrays = {
                 statistic: np.ravel(np.array(channel_numbers[statistic], np.float64))
                 for statistic in _SHOWN_STATISTICS
-            }  # None is NaN
+            }
             said = (
                 " ".join(f"{value:.4g}" for value in values[:_SHOWN_VALUES])
                 for values in arrays.values()

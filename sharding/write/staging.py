@@ -294,9 +294,8 @@ def stage_clips(
         stamp = int.from_bytes(hashlib.sha256(clip_stamps).digest()[:8])
         tasks.append(StageTask(number, clip.first_row, clip.num_samples, stamp))
     arguments = spec, images, scan_table, path, folder, bands.num_done
-    if bands.num_done and not all(
-        map(Staging(*arguments).is_known, tasks)
-    ):  # finished shards may be made again
+    if bands.num_done and not all(map(Staging(*arguments).is_known, tasks)):
+        # Finished shards may be made again.
         bands.forget()
         arguments = *arguments[:5], 0
     bands.sweep()
@@ -338,9 +337,8 @@ def _check_space(
         for row in looked_at
         for member in table.row(row).members
     ) / len(looked_at)
-    num_bytes = int(
-        mean * len(rows) * (1 + 1 / _MOST_BANDS)
-    )  # a band goes when its shards are there
+    # A band goes when its shards are there.
+    num_bytes = int(mean * len(rows) * (1 + 1 / _MOST_BANDS))
     staged_bytes = sum(path.stat().st_size for path in folder.glob("*.bin"))
     free = shutil.disk_usage(folder).free
     if num_bytes > free + staged_bytes:

@@ -229,9 +229,8 @@ class FrameSource(Generic[S]):
     @property
     def options(self) -> dict[str, Any]:
         """All options; a mapping file of classes as what it says."""
-        values: dict[str, Any] = msgspec.json.decode(
-            msgspec.json.encode(self.given)
-        )  # no tuples, as they are stored
+        # Stored options have no tuples.
+        values: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self.given))
         return recorded(values)
 
     @property
@@ -268,9 +267,8 @@ class FrameSource(Generic[S]):
             *boxes2d,
             *([self.maps.channel] if self.maps is not None else ()),
         )
-        names = (
-            self.given.cameras if isinstance(self.given.cameras, tuple) else ()
-        )  # logs name topics besides
+        # Of logs, `cameras` names topics besides.
+        names = self.given.cameras if isinstance(self.given.cameras, tuple) else ()
         sensors, channels, left_out = _select_sensors(sensors, channels, names, self.files.shown)
         rows = ClipRows(
             out=out,

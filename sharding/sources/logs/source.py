@@ -196,9 +196,8 @@ class LogSource(FrameSource[LogSettings]):
                 counts[job.log, job.topic] += 1
                 first.setdefault((job.log, job.topic), job)
 
-        members = LogMembers(
-            self.recordings, self.topics, JpegForm()
-        )  # one, for it keeps where messages are
+        # There is one, for it keeps where messages are.
+        members = LogMembers(self.recordings, self.topics, JpegForm())
         return [
             VideoStart(
                 *self._videos[name],

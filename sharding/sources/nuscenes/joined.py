@@ -362,9 +362,8 @@ class Joined:
             table = self._tables[name] = JoinedTable(name, stored, disk)
             for piece in tables.read(name, _record_type(name, stored)):
                 records: list[Any] = piece
-                if (
-                    name == "ego_pose"
-                ):  # of one for each of nuScenes' 2.6 million rows, few are of keyframes
+                if name == "ego_pose":
+                    # nuScenes has a pose for each of 2.6 million rows, and few are of keyframes.
                     records = poses.select(records, list(map(_TOKEN, records)))
                 elif stored.keyframes:
                     records = [record for record in records if record.is_key_frame]

@@ -480,9 +480,8 @@ class NuScenesSource(TableSource[NuScenesOptions]):
         channel_groups = self.given.channels
         rows = keyframes.scene_rows(clip.samples)
         cameras = [name.lower() for name in keyframes.cameras]
-        boxes: Sequence[BoxRows | None] = [None] * len(
-            rows.tokens
-        )  # a test split has no annotations
+        # A test split has no annotations.
+        boxes: Sequence[BoxRows | None] = [None] * len(rows.tokens)
         if len(self._annotations):
             boxes = self._annotations.scene_boxes(rows, self.box_attributes)
         for number, token in enumerate(rows.tokens):

@@ -101,9 +101,8 @@ class ScanReport(msgspec.Struct, kw_only=True):
         not over 0: none.
         """
         points = intrinsics[..., :2, 2]
-        outside = ((points < -0.5) | (points > sizes - 0.5)).any(-1) & (sizes > 0).all(
-            -1
-        )  # not where NaN
+        # Where a point is NaN it counts as inside.
+        outside = ((points < -0.5) | (points > sizes - 0.5)).any(-1) & (sizes > 0).all(-1)
         for channel, number in zip(channels, np.count_nonzero(outside, 0).tolist(), strict=True):
             text = (
                 "principal point outside of the image: are the intrinsics those of images of "
@@ -119,10 +118,8 @@ class ScanReport(msgspec.Struct, kw_only=True):
     def builtins(self) -> dict[str, Any]:
         """Return the report for JSON: fields in order, the names in each sorted."""
         values: dict[str, Any] = msgspec.to_builtins(self, order="deterministic")
-        for name in (
-            "cut_links",
-            "damaged",
-        ):  # of some sources, and some options
+        for name in ("cut_links", "damaged"):
+            # They are of some sources, and some options.
             if not values[name]:
                 del values[name]
         return values

@@ -212,9 +212,8 @@ class Manifest(FrameSource[ManifestSettings]):
         self._values: list[str] = []
         self._masks: dict[str, Channel] = {}
         self._calibrations: CalibrationTable | None = None
-        self._prefixes: list[
-            str
-        ] = []  # of the columns of each sensor in frames, such as cam.front.
+        # Prefixes of the columns of each sensor in frames, such as "cam.front.".
+        self._prefixes: list[str] = []
 
     @cached_property
     def _names(self) -> dict[str, str]:

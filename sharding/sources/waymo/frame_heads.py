@@ -199,9 +199,8 @@ def _read_frame_head(
             raise ValueError(f"field {field.number} is not {_FRAME_NAMES[field.number]}")
         if field.number == _FRAME_CONTEXT:
             length = field.end - field.start
-            begin = window.read(
-                field.start, min(_CONTEXT_BEGIN, length)
-            )  # the name of the segment is in it
+            # The name of the segment is in it.
+            begin = window.read(field.start, min(_CONTEXT_BEGIN, length))
             if context is None or length != len(context) or not context.startswith(begin):
                 context = window.read(field.start, length, 256)
         elif field.number == _FRAME_TIME:
@@ -218,9 +217,8 @@ def _read_frame_head(
         elif field.number == _FRAME_CAMERA_LABELS and boxes2d:
             camera_labels.append(window.read(field.start, field.end - field.start))
         elif field.number == FRAME_MAP and has_map:
-            key = (
-                field.start - 1 - max(-(-(field.end - field.start).bit_length() // 7), 1)
-            )  # and the length
+            # The message begins before its key and its length.
+            key = field.start - 1 - max(-(-(field.end - field.start).bit_length() // 7), 1)
             map_span = key if map_span is None else map_span[0], field.end
         elif field.number == FRAME_MAP_OFFSET and has_map:
             map_offset = place(window.read(field.start, field.end - field.start))
@@ -552,9 +550,8 @@ def read_camera_labels(data: bytes) -> tuple[str, ImageBoxRows]:
             }
             if not values.keys() >= {1, 2, 4, 5}:
                 raise ValueError(f"a label of camera {name} without a box")
-            sides = [
-                _DOUBLE.unpack(values[field])[0] for field in (1, 2, 5, 4)
-            ]  # its length is along x
+            # The label's length is along x.
+            sides = [_DOUBLE.unpack(values[field])[0] for field in (1, 2, 5, 4)]
             boxes.append(sides)
             category.append(label_type(label.get(3, 0)))
             track.append(label[4].decode() if 4 in label else "")

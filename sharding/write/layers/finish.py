@@ -120,9 +120,8 @@ def finish_layer(out: Output, base: Dataset, run: LayerRun, *, partial: bool) ->
         temporary = Path(tempfile.mkdtemp(dir=out.work / "tmp"))
         try:
             manifest = _write_layer(out, temporary=temporary, base=base, run=run, segments=segments)
-        except (
-            FileNotFoundError
-        ):  # at a URL another machine may have finished the layer, and removed the segments
+        except FileNotFoundError:
+            # At a URL another machine may have finished the layer, and removed the segments.
             manifest = manifest_in(out, LAYERS)
             if manifest is None:
                 raise
@@ -344,11 +343,8 @@ class _AttributesWriter:
                 pa.array(column, kind)
                 for column, kind in zip(columns, self._schema.types, strict=True)
             ]
-        except (
-            ValueError,
-            TypeError,
-            OverflowError,
-        ) as error:  # of a segment that was edited
+        except (ValueError, TypeError, OverflowError) as error:
+            # The segment was edited.
             raise DatasetError(
                 f"a row of '{SEGMENTS}' has attributes that are not those of this layer ({error}): "
                 "remove its segment, and write its rows again"

@@ -78,9 +78,8 @@ class SqliteFile(LogFile):
                 database = _connected(copy)  # which is gone where this process is killed
             self.noted[READ_WITH_WAL] = 1
             self.lost["bytes of an unfinished write in a -wal"] += num_lost
-        weakref.finalize(
-            self, database.close
-        )  # one that goes unclosed is a warning from Python 3.13 on
+        # A database that goes unclosed is a warning from Python 3.13 on.
+        weakref.finalize(self, database.close)
         database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MOST_BYTES)
         return database
 
@@ -123,9 +122,8 @@ class SqliteFile(LogFile):
             )
         )
         for name in ("topics", "messages", "message_definitions"):
-            if (
-                not kinds.get(name, "CREATE TABLE").upper().startswith("CREATE TABLE")
-            ):  # a view may have no end
+            if not kinds.get(name, "CREATE TABLE").upper().startswith("CREATE TABLE"):
+                # A view may have no end.
                 raise SourceError(
                     f"{self._where} is not a rosbag2 database: '{name}' is not a table"
                 )

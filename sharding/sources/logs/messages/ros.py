@@ -382,11 +382,8 @@ def type_store(name: str, schema: bytes) -> Any:
     types = get_types_from_msg(text, name)
     store = get_typestore(Stores.ROS2_HUMBLE)
     header = types.get("std_msgs/msg/Header", ((), ()))
-    if [field for field, _ in header[1]] == [
-        "seq",
-        "stamp",
-        "frame_id",
-    ]:  # of ROS 1: CDR made of it has no number
+    if [field for field, _ in header[1]] == ["seq", "stamp", "frame_id"]:
+        # A header of ROS 1: CDR made of it has no number.
         del types["std_msgs/msg/Header"]
     sizes: dict[str, int] = {}
 
