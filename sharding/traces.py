@@ -106,18 +106,18 @@ def deleted_times(base: Dataset, rows: Rows, *, has_shards: bool) -> dict[str, D
         # A span reaches from the sample before to a deleted one: the times of others stay unread.
         is_needed = is_deleted.copy()
         is_needed[:-1] |= is_deleted[1:]
-        needed = np.flatnonzero(is_needed).tolist()
+        positions = np.flatnonzero(is_needed).tolist()
         sensor_times: dict[str, I64] = {}
         if has_sweeps:
             by_lidar = np.zeros((len(samples), len(lidars)), np.int64)
-            for number in needed:
+            for number in positions:
                 raw = _read_raw(base, int(samples[number]), [GEOMETRY])
                 by_lidar[number] = decode_arrays(raw[GEOMETRY], Geometry).lidar_timestamp_ns
             sensor_times = dict(zip(lidars, by_lidar.T, strict=True))
         for radar in radars:
             # The times of the newest points; without points those of the samples.
             newest_ns = times_ns[samples]
-            for number in needed:
+            for number in positions:
                 data = _read_raw(base, int(samples[number]), [radar.field]).get(radar.field)
                 if data is None:
                     continue

@@ -258,10 +258,10 @@ def painting_order(solids: list[Solid], eye: F64) -> list[int]:
     halves = np.stack([lengths, widths], -1) / 2.0
     # Corners of each box j, and the eye, in the axes of each box i.
     offsets = outlines[None] - centres[:, None, None]
-    there = np.einsum("iab,ijkb->ijka", turn, offsets)
+    in_box = np.einsum("iab,ijkb->ijka", turn, offsets)
     eyes = np.einsum("iab,ib->ia", turn, eye - centres)
-    low = there.min(axis=2)
-    high = there.max(axis=2)
+    low = in_box.min(axis=2)
+    high = in_box.max(axis=2)
     limit = halves[:, None]
     is_eye_high = (eyes > halves)[:, None]
     is_eye_low = (eyes < -halves)[:, None]
@@ -270,9 +270,9 @@ def painting_order(solids: list[Solid], eye: F64) -> list[int]:
     # j is on the eye's side of i, or beyond a side of i that the eye is not beyond.
     in_front = ((is_high & is_eye_high) | (is_low & is_eye_low)).any(axis=2)
     behind = ((is_high & ~is_eye_high) | (is_low & ~is_eye_low)).any(axis=2)
-    away = (centres - eye).T
-    distances = np.hypot(*away)
-    bearings = np.arctan2(*away)
+    directions = (centres - eye).T
+    distances = np.hypot(*directions)
+    bearings = np.arctan2(*directions)
     radii = np.hypot(lengths, widths) / 2.0
     reach = np.arcsin(np.minimum(radii / distances, 1.0))
     difference = bearings[:, None] - bearings
@@ -330,14 +330,14 @@ class Canvas:
     def paint_road(self, road: Road) -> None:
         """Paint pavements, the road and its lines, in pieces along the road."""
         offset = (self.cam2global[:2, 3] - (road.x, road.y)).astype(np.float32)
-        here = float(road.locate(offset[:1], offset[1:])[0][0])
+        along_ego = float(road.locate(offset[:1], offset[1:])[0][0])
         reach = min(_ROAD_M, 1.4 / max(abs(road.curvature_per_m), 1e-3))
         near = np.arange(0.0, 12.0, 1.0)
         far = np.geomspace(12.0, reach, 30)
         steps = np.concatenate([near, far])
-        along = here + np.concatenate([-steps[:0:-1], steps])
-        first_dash = math.floor((here - reach) / 9.0)
-        end_dash = math.ceil((here + reach) / 9.0)
+        along = along_ego + np.concatenate([-steps[:0:-1], steps])
+        first_dash = math.floor((along_ego - reach) / 9.0)
+        end_dash = math.ceil((along_ego + reach) / 9.0)
         starts = np.arange(first_dash, end_dash) * 9.0
         dashes = np.stack([starts + 2.9, starts + 6.1], -1)
         pieces = np.stack([along[:-1], along[1:]], -1)

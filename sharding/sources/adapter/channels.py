@@ -47,7 +47,8 @@ SIGNALS_AS_SERIES: Final = (
 _BESIDE_NS: Final = 500_000_000
 """How long before and after its samples a clip has signals."""
 _Form: TypeAlias = tuple[str, tuple[int | None, ...]]
-"""Dtype of a value, "" for a text, "texts" or "bytes"; and its shape, None for a side that varies."""
+"""Dtype of a value ("" for a text, "texts", "bytes"), and its shape, None for a side that varies.
+"""
 _EMPTY: Final = ("float64", (0,))
 """The form of an empty list."""
 _NONE: Final = ("float64", (None,))

@@ -85,12 +85,24 @@ class DatasetPart:
 
         Their attributes are copied to ``disk``.
         """
-        numbered = (
-            (number, self._read_row(number), attributes)
-            for number, attributes in self._iter_attributes(disk)
-        )
-        for _, clip in itertools.groupby(numbered, lambda sample: sample[1].clip_id):
-            yield (((number, row), attributes) for number, row, attributes in clip)
+        index = self.dataset.index
+        clips = index.texts("clip_id").dictionary_encode().combine_chunks()
+        ids = np.array(clips.dictionary.to_pylist(), dtype=object)
+        rank = np.argsort(np.argsort(ids, kind="stable"))
+        rows = np.lexsort((index.column("frame"), rank[clips.indices.to_numpy()]))
+        names = list(self.attribute_types)
+        table = disk.table(self.dataset.attributes_file().batches(names)) if names else None
+
+        def samples() -> Iterator[Sample]:
+            # Few attributes are Python objects at a time.
+            for first in range(0, len(rows), _ROWS_AT_ONCE):
+                part = rows[first : first + _ROWS_AT_ONCE]
+                values = [{} for _ in part] if table is None else disk.take(table, part).to_pylist()
+                for number, attributes in zip(part.tolist(), values, strict=True):
+                    yield (number, self._read_row(number)), attributes
+
+        for _, clip in itertools.groupby(samples(), lambda sample: sample[0][1].clip_id):
+            yield clip
 
     def small_members(self, row: IndexRow) -> dict[str, Any]:
         """Decode metadata, geometry and boxes without reading the rest of the span."""
@@ -163,26 +175,6 @@ class DatasetPart:
         if self._num_looks % _LOOKS_BETWEEN == 0:
             self.dataset.index.release()
         return self.dataset.index.row(number)
-
-    def _iter_attributes(self, disk: Disk) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yield each row in the order of clips and frames, with its attributes, of which few are
-        Python objects.
-        """
-        index = self.dataset.index
-        clips = index.texts("clip_id").dictionary_encode().combine_chunks()
-        rank = np.argsort(
-            np.argsort(
-                np.array(clips.dictionary.to_pylist(), dtype=object),
-                kind="stable",
-            )
-        )
-        rows = np.lexsort((index.column("frame"), rank[clips.indices.to_numpy()]))
-        names = list(self.attribute_types)
-        table = disk.table(self.dataset.attributes_file().batches(names)) if names else None
-        for first in range(0, len(rows), _ROWS_AT_ONCE):
-            part = rows[first : first + _ROWS_AT_ONCE]
-            values = [{} for _ in part] if table is None else disk.take(table, part).to_pylist()
-            yield from zip(part.tolist(), values, strict=True)
 
     def _read_bytes(self, row: IndexRow, num_bytes: int) -> bytes:
         """Read the first bytes of a span as they are stored."""

@@ -202,20 +202,22 @@ class Kitti(FrameSource[KittiSettings]):
             raise SourceError(f"'{self.files.shown}/{name}' has no row with a time")
         if len(rows) < len(numbers):
             self.noted["rows of oxts without a time, left out"] += len(numbers) - len(rows)
-        return stated[rows], np.array(looks(lambda n: self._oxts(f"{name}/{numbers[n]}"), rows))
 
-    def _oxts(self, name: str) -> list[float]:
-        text = read_file(self.files, name)
-        try:
-            numbers = list(map(float, text.split()))
-        except ValueError:
-            numbers = []
-        if len(numbers) != len(_OXTS) or not all(map(isfinite, numbers)):
-            raise SourceError(
-                f"file '{self.files.shown}/{name}' has not {len(_OXTS)} finite numbers: "
-                f"{text[:60]!r}"
-            )
-        return numbers
+        def read_row(number: int) -> list[float]:
+            file = f"{name}/{numbers[number]}"
+            text = read_file(self.files, file)
+            try:
+                row = list(map(float, text.split()))
+            except ValueError:
+                row = []
+            if len(row) != len(_OXTS) or not all(map(isfinite, row)):
+                raise SourceError(
+                    f"file '{self.files.shown}/{file}' has not {len(_OXTS)} finite numbers: "
+                    f"{text[:60]!r}"
+                )
+            return row
+
+        return stated[rows], np.array(looks(read_row, rows))
 
     def _read_times(self, name: str, last: int) -> I64:
         """Read a file of times [ns], ``_NO_TIME`` for an empty line, as some published drives have.

@@ -141,7 +141,22 @@ class LogIndex:
             with parsing(f"log '{name}'"):  # times, lengths and numbers that no type of ours holds
                 self._read_file(file, set(cameras), set(lidars), options.poses)
         self.tree.settle()
-        self.series = {topic: self._sort_series(topic) for topic in sensors}
+        self.series: dict[str, Series] = {}
+        for topic in sensors:
+            items = self._items.pop(topic)
+            stamps = np.concatenate([np.empty(0, np.int64), *self._stamped.pop(topic)])
+            if self._only_keyframes and topic in self._codecs:
+                keys = [isinstance(item, Shot) and item.key == item.place for item in items]
+                items = list(itertools.compress(items, keys))
+                stamps = stamps[np.array(keys, np.bool_)]
+            times, first = np.unique(stamps, return_index=True)
+            for fault, number in (
+                ("out of order", int(np.count_nonzero(np.diff(stamps) < 0))),
+                ("with the stamp of another", len(stamps) - len(times)),
+            ):
+                if number:
+                    self.noted[f"{topic}: messages {fault}"] = number
+            self.series[topic] = Series(times, [items[row] for row in first.tolist()])
         self.signals = {}
         for topic, parts in self._signals.items():
             if parts:
@@ -437,22 +452,6 @@ class LogIndex:
             np.count_nonzero(~mask)
         )
         return mask
-
-    def _sort_series(self, topic: str) -> Series:
-        items = self._items.pop(topic)
-        stamps = np.concatenate([np.empty(0, np.int64), *self._stamped.pop(topic)])
-        if self._only_keyframes and topic in self._codecs:
-            keys = [isinstance(item, Shot) and item.key == item.place for item in items]
-            items = list(itertools.compress(items, keys))
-            stamps = stamps[np.array(keys, np.bool_)]
-        times, first = np.unique(stamps, return_index=True)
-        for fault, number in (
-            ("out of order", int(np.count_nonzero(np.diff(stamps) < 0))),
-            ("with the stamp of another", len(stamps) - len(times)),
-        ):
-            if number:
-                self.noted[f"{topic}: messages {fault}"] = number
-        return Series(times, [items[row] for row in first.tolist()])
 
     def _moved(
         self, topic: str, messages: Sequence[Message], parts: Sequence[Edges]

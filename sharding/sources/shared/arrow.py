@@ -364,11 +364,11 @@ class BoundedParquet(pq.ParquetFile):  # type: ignore[misc] # pyarrow has no typ
         """Read row groups; raise SourceError where they take more than the limit."""
         if self._packed is None:
             # Read at once what is surely within the limit together.
-            wanted = None if columns is None else set(columns)
+            selected = None if columns is None else set(columns)
             most_bytes = 0
             for number in range(self.metadata.num_columns):
                 path = self.schema.column(number).path
-                if wanted is None or path in wanted or path.partition(".")[0] in wanted:
+                if selected is None or path in selected or path.partition(".")[0] in selected:
                     most_bytes += sum(self._count_bytes(group, number) for group in row_groups)
             if most_bytes <= _MOST_COLUMN:
                 return super().read_row_groups(list(row_groups), columns, **options)

@@ -236,38 +236,35 @@ class VideoFile:
                 runs.append((keys[group_of_frame], []))
             group = group_of_frame
             runs[-1][1].append(number)
+        # Each run is decoded from a keyframe on; frames are known by their times.
+        number_of = {packet.pts: position for position, packet in enumerate(order)}
         for key, run in runs:
-            yield from self._run(order, key, run, form)
+            remaining = set(run)
+            with self._opened() as container:
+                stream = _select_stream(container)
+                if key:
+                    container.seek(order[key].pts, stream=stream)
+                if all(order[number].is_keyframe for number in run):
+                    stream.codec_context.skip_frame = "NONKEY"
+                encoder = _Encoder(form, self._where)
+                for frame in self._decoded(container):
+                    number = number_of.get(frame.pts, -1)
+                    if number in remaining:
+                        remaining.remove(number)
+                        yield number, encoder.jpeg(frame, number)
+                    if not remaining:
+                        break
+            if remaining:
+                raise SourceError(
+                    f"{self._where}: frame {min(remaining)} cannot be decoded: is the file cut, "
+                    "or damaged?"
+                )
 
     @cached_property
     def order(self) -> _ShownPackets:
         """The packets of the frames that are shown."""
         with self._opened() as container:
             return self._read_packets(container)
-
-    def _run(
-        self, order: Sequence[_Packet], key: int, run: list[int], form: JpegForm
-    ) -> Iterator[tuple[int, bytes]]:
-        """Decode from a keyframe on; frames are known by their times."""
-        number_of = {packet.pts: position for position, packet in enumerate(order)}
-        remaining = set(run)
-        with self._opened() as container:
-            stream = _select_stream(container)
-            if key:
-                container.seek(order[key].pts, stream=stream)
-            if all(order[number].is_keyframe for number in run):
-                stream.codec_context.skip_frame = "NONKEY"
-            encoder = _Encoder(form, self._where)
-            for frame in self._decoded(container):
-                number = number_of.get(frame.pts, -1)
-                if number in remaining:
-                    remaining.remove(number)
-                    yield number, encoder.jpeg(frame, number)
-                if not remaining:
-                    return
-        raise SourceError(
-            f"{self._where}: frame {min(remaining)} cannot be decoded: is the file cut, or damaged?"
-        )
 
     def _read_packets(self, container: Any) -> _ShownPackets:
         packets = [

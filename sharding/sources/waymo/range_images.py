@@ -62,8 +62,9 @@ def frame_points(frame: bytes, where: str) -> F32:
                 calibration = calibrations[laser[1]]
                 plain = _read_message(calibration)
                 mount = np.array(transform(plain[5])).reshape(4, 4)
-                low, high = (next(iter(doubles(calibration, number)), 0.0) for number in (3, 4))
-                inclination = Inclination(doubles(calibration, 2), low, high)
+                low = doubles(calibration, 3) or [0.0]
+                high = doubles(calibration, 4) or [0.0]
+                inclination = Inclination(doubles(calibration, 2), low[0], high[0])
                 poses = _decode_matrix(images[4], 6) if 4 in images else None
                 parts.append(
                     first_returns(
@@ -125,7 +126,9 @@ def first_returns(
     up = steep[::-1][row]
     around = azimuth[column]
     level = np.cos(up)
-    ray = np.stack([np.cos(around) * level, np.sin(around) * level, np.sin(up)], 1)
+    x = np.cos(around) * level
+    y = np.sin(around) * level
+    ray = np.stack([x, y, np.sin(up)], 1)
     place = move_points(returns[:, :1] * ray, mount)
     if poses is not None:
         pixel_poses = poses[row, column].astype(np.float64)
@@ -166,6 +169,7 @@ def _decode_matrix(data: bytes, depth: int) -> F32:
                 side for field, _, side in fields(value) if field == 1 and isinstance(side, int)
             ]
     numbers = np.frombuffer(values, "<f4")
-    if len(shape) != 3 or shape[2] != depth or numbers.size != shape[0] * shape[1] * depth:
+    is_image = len(shape) == 3 and shape[2] == depth
+    if not is_image or numbers.size != shape[0] * shape[1] * depth:
         raise ValueError(f"a range image of {numbers.size} numbers has the shape {shape}")
     return numbers.reshape(shape)

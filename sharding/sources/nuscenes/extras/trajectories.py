@@ -62,16 +62,13 @@ class Trajectories:
         global2ego = invert_rigid(rows.ego2global[number])
         keyframes = rows.keyframes
         sample = rows.samples[number : number + 1]
-        past, future = (
-            _followed(sample, self._links[link], num_steps)
-            for link, num_steps in (("prev", PAST), ("next", FUTURE))
-        )
+        past = _followed(sample, self._links["prev"], PAST)
+        future = _followed(sample, self._links["next"], FUTURE)
         samples = np.concatenate([past[::-1, 0], sample, future[:, 0]])
         exists = samples >= 0
-        times_s = (keyframes.timestamp_us[samples[exists]] - rows.timestamp_us[number]) * 1e-6
-        references = [
-            ego_trajectory(global2ego, keyframes.ego2global(samples[exists]), times_s, exists)
-        ]
+        samples = samples[exists]
+        times_s = (keyframes.timestamp_us[samples] - rows.timestamp_us[number]) * 1e-6
+        references = [ego_trajectory(global2ego, keyframes.ego2global(samples), times_s, exists)]
         if AGENTS not in self.channels:
             return references
         sample_row = int(rows.samples[number])
@@ -89,16 +86,19 @@ class Trajectories:
                 # number of links.
                 box_samples = annotations.links["sample_token"][followed]
                 step = self._frame[box_samples] - self._frame[sample_row] + PAST
-                fits = (followed >= 0) & (step >= 0) & (step < STEPS) & (step != PAST)
+                fits = (followed >= 0) & (step != PAST)
+                fits &= (step >= 0) & (step < STEPS)
                 fits &= scene_of[box_samples] == scene_of[sample_row]
                 steps[np.flatnonzero(fits), step[fits]] = followed[fits]
         is_there = steps >= 0
         position = move_points(annotations.columns["translation"][steps], global2ego)
         turn = global2ego[:3, :3] @ rotation_matrices(annotations.columns["rotation"][steps])
         yaw = np.arctan2(turn[..., 1, 0], turn[..., 0, 0])
+        position[~is_there] = np.nan
+        yaw[~is_there] = np.nan
         agents = {
-            "position": np.where(is_there[..., None], position, np.nan).astype(np.float32),
-            "yaw": np.where(is_there, yaw, np.nan).astype(np.float32)[..., None],
+            "position": position.astype(np.float32),
+            "yaw": yaw.astype(np.float32)[..., None],
             "valid": is_there.astype(np.uint8),
         }
         references.append(computed(AGENTS, KINDS[AGENTS.kind].encode(agents, AGENTS)))
