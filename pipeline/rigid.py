@@ -21,6 +21,11 @@ def invert_rigid(matrix: F64) -> F64:
     return inverse
 
 
+def move_points(points: NDArray[Any], a2b: F64) -> F64:
+    """Return points (..., 3) of frame a in frame b, by a transform (4, 4)."""
+    return np.asarray(points @ a2b[:3, :3].T + a2b[:3, 3])
+
+
 def homogeneous(matrix: F64) -> F64:
     """Embed (..., 3, 3) matrices into (..., 4, 4) identities."""
     out = np.zeros((*matrix.shape[:-2], 4, 4), matrix.dtype)

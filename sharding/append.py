@@ -68,10 +68,9 @@ from fuelrail.sharding.write.publish import (
 from fuelrail.sharding.write.shard_writer import ShardDone
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.format.index.row import IndexRow
+    from fuelrail.pipeline.sample.schema import I64
 
 _COPY_BYTES: Final = 8 << 20
 
@@ -360,7 +359,7 @@ def _iter_rows(datasets: Sequence[Dataset], pieces: Sequence[Piece]) -> Iterator
 def take_attributes(
     folder: Path,
     datasets: Sequence[Dataset],
-    runs: Sequence[tuple[int, Sequence[int] | NDArray[np.int64]]],
+    runs: Sequence[tuple[int, Sequence[int] | I64]],
 ) -> Iterator[pa.Table]:
     """Yield the attributes of runs of rows, each of a dataset; a column that a dataset lacks is
     null for its samples.

@@ -66,7 +66,7 @@ from fuelrail.pipeline.format.manifest import (
 )
 from fuelrail.pipeline.format.zstd_frames import is_framed
 from fuelrail.pipeline.order.keys import listed_names, named_rows, unknown_names
-from fuelrail.pipeline.sample.schema import META, decode_meta, encode_meta
+from fuelrail.pipeline.sample.schema import I64, META, decode_meta, encode_meta
 from fuelrail.pipeline.settings import flag
 from fuelrail.pipeline.storage.files import open_file, read_file, sync_folder
 from fuelrail.pipeline.storage.filesystem import (
@@ -96,10 +96,9 @@ from fuelrail.sharding.traces import (
 from fuelrail.sharding.verify.statistics import STATISTICS_FILE
 from fuelrail.sharding.write.layers.finish import publish_rows
 from fuelrail.sharding.write.packer import (
-    FramedPacker,
     Packed,
     RawMember,
-    ShardPacker,
+    make_packer,
 )
 from fuelrail.sharding.write.publish import (
     publish_tables,
@@ -110,12 +109,10 @@ from fuelrail.sharding.write.read_buffer import ReadBuffer
 from fuelrail.sharding.write.records import publish_listing
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from fuelrail.pipeline.format.index.row import IndexRow
     from fuelrail.pipeline.sample.arrays import Buffer
 
-    Rows = NDArray[np.int64]
+    Rows = I64
 
 _BEFORE: Final = "before"
 """In a working folder: manifest and tables as they were."""
@@ -835,16 +832,14 @@ def _repack_shard(
     channels = source.manifest.extra_channels
     buffer = ReadBuffer()
     with open_file(source.root / old) as shard, out.publish(new) as target:
-        if is_framed(new):
-            packer: ShardPacker = FramedPacker(target, number, level, buffer)
-        else:
-            packer = ShardPacker(
-                file=target,
-                number=number,
-                level=level,
-                dictionary=source.dictionary,
-                buffer=buffer,
-            )
+        packer = make_packer(
+            file=target,
+            name=new,
+            number=number,
+            level=level,
+            dictionary=source.dictionary,
+            buffer=buffer,
+        )
         for row in rows:
             shard.seek(row.offset)
             span = shard.read(row.length)

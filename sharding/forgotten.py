@@ -310,11 +310,8 @@ def _rebuild_attributes(
         values = [row.get(field.name) for row in deleted]
         try:
             column = pa.array(values, field.type)
-        except (
-            pa.ArrowException,
-            TypeError,
-            OverflowError,
-        ):  # of another type than JSON has
+        except (pa.ArrowException, TypeError, OverflowError):
+            # The column has a type that JSON has not.
             column = pa.array([str(value) for value in values]).cast(field.type)
         columns.append(column)
     fields = [pa.field(field.name, field.type) for field in schema]

@@ -87,6 +87,7 @@ from fuelrail.sharding.write.staging import NO_BAND, Bands, stage_clips
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.format.codecs import Dictionary
+    from fuelrail.pipeline.sample.schema import F64
     from fuelrail.sharding.engines import Engine
     from fuelrail.sharding.planning.recipe import Recipe
     from fuelrail.sharding.progress import Quiet
@@ -125,7 +126,7 @@ class _Planned(NamedTuple):
 
     plan: Plan
     clips_by_split: dict[str, list[int]]
-    shard_bytes: NDArray[np.float64]
+    shard_bytes: F64
     state: RunState
 
 

@@ -32,9 +32,12 @@ from fuelrail.pipeline.channels.series import TIMES, one_of_series
 from fuelrail.pipeline.format.attributes import ClipTable
 from fuelrail.pipeline.format.dataset import check_span, read_members
 from fuelrail.pipeline.sample.schema import (
+    F32,
     GEOMETRY,
+    I64,
     SWEEPS_FIELD,
     Geometry,
+    Mask,
     Sweeps,
     decode_arrays,
     decode_sweeps,
@@ -44,15 +47,13 @@ from fuelrail.pipeline.storage.files import open_file
 from fuelrail.sharding.sources.adapter.trajectories import EGO, PAST, STEPS
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.format.index.row import IndexRow
     from fuelrail.pipeline.sample.arrays import Buffer
 
-    Rows = NDArray[np.int64]
-    Spans = NDArray[np.int64]
+    Rows = I64
+    Spans = I64
 
 _BEGIN: Final = np.iinfo(np.int64).min
 _END: Final = np.iinfo(np.int64).max
@@ -72,8 +73,8 @@ class DeletedTimes(NamedTuple):
     ``sensor_spans_ns`` those between the sweeps of each lidar and radar, by channel.
     """
 
-    frames: NDArray[np.int64]
-    times_ns: NDArray[np.int64]
+    frames: I64
+    times_ns: I64
     spans_ns: Spans
     sensor_spans_ns: Mapping[str, Spans]
 
@@ -102,12 +103,29 @@ def deleted_times(base: Dataset, rows: Rows, *, has_shards: bool) -> dict[str, D
         is_deleted = np.isin(samples, rows)
         if is_deleted.all():
             continue
-        sensor_times: dict[str, NDArray[np.int64]] = {}
+        # A span reaches from the sample before to a deleted one: the times of others stay unread.
+        is_needed = is_deleted.copy()
+        is_needed[:-1] |= is_deleted[1:]
+        positions = np.flatnonzero(is_needed).tolist()
+        sensor_times: dict[str, I64] = {}
         if has_sweeps:
-            by_lidar = _read_lidar_times(base, samples, is_deleted, len(lidars))
+            by_lidar = np.zeros((len(samples), len(lidars)), np.int64)
+            for number in positions:
+                raw = _read_raw(base, int(samples[number]), [GEOMETRY])
+                by_lidar[number] = decode_arrays(raw[GEOMETRY], Geometry).lidar_timestamp_ns
             sensor_times = dict(zip(lidars, by_lidar.T, strict=True))
         for radar in radars:
-            sensor_times[radar.name] = _read_radar_times(base, samples, is_deleted, radar)
+            # The times of the newest points; without points those of the samples.
+            newest_ns = times_ns[samples]
+            for number in positions:
+                data = _read_raw(base, int(samples[number]), [radar.field]).get(radar.field)
+                if data is None:
+                    continue
+                points = KINDS[radar.kind].decode(data, radar)
+                if len(points):
+                    measured_ns = _compute_measured_ns(points, radar, int(newest_ns[number]))
+                    newest_ns[number] = measured_ns.max() + _SAME_NS
+            sensor_times[radar.name] = newest_ns
         spans = {name: _find_spans(times, is_deleted) for name, times in sensor_times.items()}
         deleted = samples[is_deleted]
         clip_id = base.index.strings("clip_id", int(samples[0]), int(samples[0]) + 1)[0]
@@ -120,7 +138,7 @@ def deleted_times(base: Dataset, rows: Rows, *, has_shards: bool) -> dict[str, D
     return clips
 
 
-def holders(source: Dataset, clips: Mapping[str, DeletedTimes], deleted: Rows) -> NDArray[np.int64]:
+def holders(source: Dataset, clips: Mapping[str, DeletedTimes], deleted: Rows) -> I64:
     """Return the rows of a dataset or layer that are left and hold something of the deleted ones,
     ascending.
 
@@ -176,7 +194,21 @@ def cut_member(
     """
     if name.endswith(SWEEPS_FIELD):
         spans_ns = times.sensor_spans_ns.get(name.removesuffix(SWEEPS_FIELD))
-        return data if spans_ns is None else _cut_sweeps(data, spans_ns)
+        if spans_ns is None:
+            return data
+        sweeps = decode_sweeps(data)
+        keep = ~_is_inside(sweeps.timestamp_ns, spans_ns)
+        if keep.all():
+            return data
+        if not keep.any():
+            return None
+        remaining = Sweeps(
+            num_points=sweeps.num_points[keep],
+            timestamp_ns=sweeps.timestamp_ns[keep],
+            lidar2global=sweeps.lidar2global[keep],
+            points=sweeps.points[np.repeat(keep, sweeps.num_points)],
+        )
+        return encode_arrays(remaining)
     channel = next((entry for entry in channels if entry.field == name), None)
     if channel is None:
         return data
@@ -184,8 +216,8 @@ def cut_member(
     if one_of_series(channel) is not None:
         series = kind.decode(data, channel)
         keep = ~_is_inside(series[TIMES], times.spans_ns)
-        remaining = {part: values[keep] for part, values in series.items()}
-        return data if keep.all() else kind.encode(remaining, channel)
+        kept = {part: values[keep] for part, values in series.items()}
+        return data if keep.all() else kind.encode(kept, channel)
     if _is_radar(channel):
         spans_ns = times.sensor_spans_ns.get(channel.name)
         points = kind.decode(data, channel)
@@ -220,43 +252,12 @@ def _is_radar(channel: Channel) -> bool:
     return channel.sensor == "radar" and channel.kind == "points" and _DT in channel.columns
 
 
-def _compute_measured_ns(
-    points: NDArray[np.float32], channel: Channel, timestamp_ns: int
-) -> NDArray[np.int64]:
+def _compute_measured_ns(points: F32, channel: Channel, timestamp_ns: int) -> I64:
     """Return when the points of a radar were measured [ns], to the precision of a float32 of
     seconds.
     """
     age_s = points[:, channel.columns.index(_DT)].astype(np.float64)
     return timestamp_ns - np.round(age_s * 1e9).astype(np.int64)
-
-
-def _cut_sweeps(data: Buffer, spans_ns: Spans) -> Buffer | None:
-    sweeps = decode_sweeps(data)
-    keep = ~_is_inside(sweeps.timestamp_ns, spans_ns)
-    if keep.all():
-        return data
-    if not keep.any():
-        return None
-    remaining = Sweeps(
-        num_points=sweeps.num_points[keep],
-        timestamp_ns=sweeps.timestamp_ns[keep],
-        lidar2global=sweeps.lidar2global[keep],
-        points=sweeps.points[np.repeat(keep, sweeps.num_points)],
-    )
-    return encode_arrays(remaining)
-
-
-def _read_lidar_times(
-    base: Dataset, samples: Rows, is_deleted: NDArray[np.bool_], num_lidars: int
-) -> NDArray[np.int64]:
-    """Return the times of the sweeps of samples (n, L) [ns]; those that no span needs are 0."""
-    is_needed = is_deleted.copy()
-    is_needed[:-1] |= is_deleted[1:]
-    times_ns = np.zeros((len(samples), num_lidars), np.int64)
-    for number in np.flatnonzero(is_needed).tolist():
-        raw = _read_raw(base, int(samples[number]), [GEOMETRY])
-        times_ns[number] = decode_arrays(raw[GEOMETRY], Geometry).lidar_timestamp_ns
-    return times_ns
 
 
 def _read_raw(source: Dataset, number: int, names: Sequence[str]) -> dict[str, memoryview]:
@@ -270,36 +271,15 @@ def _read_raw(source: Dataset, number: int, names: Sequence[str]) -> dict[str, m
     return read_members(row, span, path.name, names, dictionary=source.dictionary)
 
 
-def _read_radar_times(
-    base: Dataset, samples: Rows, is_deleted: NDArray[np.bool_], radar: Channel
-) -> NDArray[np.int64]:
-    """Return the times of the newest points of a radar of samples (n,) [ns]; without points those
-    of the samples.
-    """
-    is_needed = is_deleted.copy()
-    is_needed[:-1] |= is_deleted[1:]
-    times_ns = base.index.column("timestamp_ns")[samples]
-    for number in np.flatnonzero(is_needed).tolist():
-        data = _read_raw(base, int(samples[number]), [radar.field]).get(radar.field)
-        points = np.zeros((0, len(radar.columns)), np.float32)
-        if data is not None:
-            points = KINDS[radar.kind].decode(data, radar)
-        if len(points):
-            times_ns[number] = (
-                _compute_measured_ns(points, radar, int(times_ns[number])).max() + _SAME_NS
-            )
-    return times_ns
-
-
-def _find_spans(times_ns: NDArray[np.int64], is_deleted: NDArray[np.bool_]) -> Spans:
+def _find_spans(times_ns: I64, is_deleted: Mask) -> Spans:
     """Return what deleted samples of a clip own: (D, 2), from after the first to the second."""
     begins = np.concatenate([[_BEGIN], times_ns[:-1]])
     ends = np.concatenate([times_ns[:-1], [_END]])
     return np.stack([begins, ends], 1)[is_deleted]
 
 
-def _is_inside(times_ns: NDArray[np.int64], spans_ns: Spans) -> NDArray[np.bool_]:
-    inside: NDArray[np.bool_] = np.zeros(len(times_ns), bool)
+def _is_inside(times_ns: I64, spans_ns: Spans) -> Mask:
+    inside: Mask = np.zeros(len(times_ns), bool)
     for begin, end in spans_ns.tolist():
         inside |= (times_ns > begin) & (times_ns <= end)
     return inside

@@ -43,7 +43,6 @@ from fuelrail.loaders.batch.packs import packed_entries
 from fuelrail.loaders.batch.temporal import Frames
 from fuelrail.pipeline.errors import SchemaError
 from fuelrail.pipeline.rigid import invert_rigid, rotation_matrices
-from fuelrail.pipeline.transforms.image_map import apply_to_intrinsics
 
 if TYPE_CHECKING:
     from fuelrail.loaders.config import BoxFrame
@@ -86,24 +85,17 @@ def assemble(
     samples = [entry.sample for entry in decoded]
     frames = Frames.collect(decoded)
     geometry = frames.geometry
-    ego2img = frames.ida_mat @ geometry.ego2img() @ frames.undo_bda[..., None, :, :]
-    cam2keyego = geometry.cam2keyego(frames.key2global)
-    lidar2ego = geometry.lidar2keyego() if geometry.lidar2ego.shape[-3] else None
-    ego2key = None
-    if frames.has_windows:
-        ego2key = invert_rigid(frames.key2global) @ geometry.ego2global
-    intrinsics = apply_to_intrinsics(frames.ida_mat, geometry.intrinsics)
     batch: dict[str, Any] = {
         "img": slot.img(),
         "cam_valid": torch.from_numpy(geometry.cam_valid.astype(bool)),
-        "intrinsics": _float32(intrinsics),
+        "intrinsics": _float32(frames.intrinsics),
         "dist": _float32(np.where(np.isnan(geometry.dist), 0.0, geometry.dist)),
         "ida_mat": _float32(frames.ida_mat),
         "cam2ego": _float32(geometry.cam2ego),
-        "cam2keyego": _float32(frames.bda[..., None, :, :] @ cam2keyego),
-        "ego2img": _float32(ego2img),
-        "ego2global": torch.from_numpy(geometry.ego2global @ frames.undo_bda),
-        "bda_mat": _float32(frames.bda.reshape(-1, 4, 4)),
+        "cam2keyego": _float32(frames.cam2keyego),
+        "ego2img": _float32(frames.ego2img),
+        "ego2global": torch.from_numpy(frames.ego2global),
+        "bda_mat": _float32(frames.bda),
         "timestamp_ns": torch.from_numpy(frames.timestamp_ns),
         "img_timestamp_ns": torch.from_numpy(geometry.cam_timestamp_ns),
         "sample_key": [sample.key for sample in samples],
@@ -123,18 +115,18 @@ def assemble(
         batch["view"] = torch.tensor([entry.view for entry in decoded])
     if decoded[0].task.source.name is not None:
         batch["dataset"] = [entry.task.source.name for entry in decoded]
-    if ego2key is not None:
+    if frames.ego2key is not None:
         task_frames = [entry.task.frames for entry in decoded]
-        batch["ego2key"] = _float32(frames.bda @ ego2key @ frames.undo_bda)
+        batch["ego2key"] = _float32(frames.ego2key)
         batch["frame_valid"] = torch.tensor(
             [[frame.present for frame in frames_of_task] for frames_of_task in task_frames]
         )
         batch["frame_global_index"] = torch.tensor(
             [[frame.row for frame in frames_of_task] for frames_of_task in task_frames]
         )
-    if lidar2ego is not None:
-        batch["lidar2ego"] = _float32(lidar2ego)
-        batch["lidar2img"] = _float32(ego2img @ lidar2ego[..., None, :, :])
+    if frames.lidar2ego is not None:
+        batch["lidar2ego"] = _float32(frames.lidar2ego)
+        batch["lidar2img"] = _float32(frames.ego2img @ frames.lidar2ego[..., None, :, :])
     lacking: list[str] = []
     if "poses" in unknown:
         lacking.append("ego2global")

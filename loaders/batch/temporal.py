@@ -27,8 +27,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from fuelrail.pipeline.rigid import invert_rigid
 from fuelrail.pipeline.sample.schema import Geometry
-from fuelrail.pipeline.transforms.image_map import ida_mats
+from fuelrail.pipeline.transforms.image_map import apply_to_intrinsics, ida_mats
 
 if TYPE_CHECKING:
     from fuelrail.loaders.records import Parsed
@@ -50,16 +51,20 @@ class Frames(NamedTuple):
     axes: tuple[int, ...]
     """(B, T) with windows, (B,) without."""
     geometry: Geometry
-    """That of the frames, with these axes in front."""
+    """That of the frames as stored, with these axes in front."""
     ida_mat: NDArray[np.float64]
     """What augmentation does to the images: (*axes, N, 4, 4)."""
     bda: NDArray[np.float64]
-    """What augmentation does to the ego frame of each sample, and ``undo_bda`` its inverse: (B, 4,
-    4), with windows (B, 1, 4, 4).
-    """
-    undo_bda: NDArray[np.float64]
-    key2global: NDArray[np.float64]
-    """The pose of each sample's own frame, shaped as ``bda``."""
+    """What augmentation does to the ego frame of each sample: (B, 4, 4)."""
+    intrinsics: NDArray[np.float64]
+    """As all that follows, after augmentation."""
+    ego2global: NDArray[np.float64]
+    cam2keyego: NDArray[np.float64]
+    ego2img: NDArray[np.float64]
+    lidar2ego: NDArray[np.float64] | None
+    """That of the first lidar, as stored; None without one."""
+    ego2key: NDArray[np.float64] | None
+    """From each frame's ego to that of the sample's own frame; None without windows."""
     timestamp_ns: NDArray[np.int64]
     """The times of the frames: ``axes``."""
 
@@ -81,13 +86,22 @@ class Frames(NamedTuple):
         bda, undo_bda, key2global = (
             matrices[:, None] if has_windows else matrices for matrices in of_samples
         )
+        geometry = Geometry.stack([sample.geometry for sample in samples], *axes)
+        ida_mat = ida_mats(image_maps).reshape(*axes, -1, 4, 4)
+        ego2key = None
+        if has_windows:
+            ego2key = bda @ (invert_rigid(key2global) @ geometry.ego2global) @ undo_bda
         return cls(
             axes=axes,
-            geometry=Geometry.stack([sample.geometry for sample in samples], *axes),
-            ida_mat=ida_mats(image_maps).reshape(*axes, -1, 4, 4),
-            bda=bda,
-            undo_bda=undo_bda,
-            key2global=key2global,
+            geometry=geometry,
+            ida_mat=ida_mat,
+            bda=of_samples[0],
+            intrinsics=apply_to_intrinsics(ida_mat, geometry.intrinsics),
+            ego2global=geometry.ego2global @ undo_bda,
+            cam2keyego=bda[..., None, :, :] @ geometry.cam2keyego(key2global),
+            ego2img=ida_mat @ geometry.ego2img() @ undo_bda[..., None, :, :],
+            lidar2ego=geometry.lidar2keyego() if geometry.lidar2ego.shape[-3] else None,
+            ego2key=ego2key,
             timestamp_ns=np.array([sample.meta.timestamp_ns for sample in samples]).reshape(axes),
         )
 

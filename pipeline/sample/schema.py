@@ -57,8 +57,10 @@ Int64: TypeAlias = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
 """A number of frames or of pixels, from 0."""
 
-F64 = NDArray[np.float64]
-F32 = NDArray[np.float32]
+F64: TypeAlias = NDArray[np.float64]
+F32: TypeAlias = NDArray[np.float32]
+I64: TypeAlias = NDArray[np.int64]
+Mask: TypeAlias = NDArray[np.bool_]
 
 _MOST_FITTING: Final = 1024
 _fitting: set[tuple[type, tuple[tuple[np.dtype[Any], tuple[int, ...]], ...]]] = set()

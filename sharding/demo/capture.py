@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from fuelrail.pipeline.channels.kinds import KINDS
 from fuelrail.pipeline.channels.table import Channel, Law, Vocabulary
-from fuelrail.pipeline.rigid import invert_rigid
+from fuelrail.pipeline.rigid import invert_rigid, move_points
 from fuelrail.sharding.demo.lidar import cast, points_in_box
 from fuelrail.sharding.demo.picture import render, visible_shares
 from fuelrail.sharding.demo.rig import LIDAR_CHANNEL
@@ -114,21 +114,12 @@ def record(world: SynthOptions, root: Path, capture: Capture) -> tuple[Capture, 
         is_key_frame=capture.is_key_frame,
     )
     (root / name).write_bytes(points.astype("<f4").tobytes())
-    return capture, _find_sightings(
-        clip, solids, capture.timestamp_us, points
-    ) if capture.is_key_frame else []
-
-
-def _find_sightings(
-    clip: SynthClip,
-    solids: list[Solid],
-    capture_us: int,
-    points: NDArray[np.float32],
-) -> list[Sighting]:
-    lidar2global = clip.ego2global(capture_us) @ clip.rig.lidar.sensor2ego
-    places = points[:, :3].astype(np.float64) @ lidar2global[:3, :3].T + lidar2global[:3, 3]
+    if not capture.is_key_frame:
+        return capture, []
+    lidar2global = clip.ego2global(capture.timestamp_us) @ clip.rig.lidar.sensor2ego
+    places = move_points(points[:, :3].astype(np.float64), lidar2global)
     places = places[np.argsort(places[:, 0], kind="stable")]
-    shares = visible_shares(clip, solids, capture_us)
+    shares = visible_shares(clip, solids, capture.timestamp_us)
     sightings = []
     for solid in solids:
         if solid.actor < 0:
@@ -145,7 +136,7 @@ def _find_sightings(
                 visible_share=round(shares.get(solid.actor, 0.0), 6),
             )
         )
-    return sightings
+    return capture, sightings
 
 
 def top_view_tokens(clip: SynthClip, solids: list[Solid], capture_us: int) -> NDArray[np.uint16]:

@@ -10,13 +10,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fuelrail.pipeline.rigid import invert_rigid
 from fuelrail.sharding.demo.rig import stream
 from fuelrail.sharding.demo.shapes import meet
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.sample.schema import F32, F64
     from fuelrail.sharding.demo.shapes import Solid
     from fuelrail.sharding.demo.world import SynthClip
 
@@ -34,7 +34,7 @@ _MOST_NOISE_M = 0.015
 _AZIMUTH_RAD: Final = -np.pi / 2.0 - 2.0 * np.pi * np.arange(NUM_COLUMNS) / NUM_COLUMNS
 
 
-def cast(clip: SynthClip, solids: list[Solid], capture_us: int) -> NDArray[np.float32]:
+def cast(clip: SynthClip, solids: list[Solid], capture_us: int) -> F32:
     """Return the points (N, 5) of the sweep with this reference time."""
     lidar2global = clip.ego2global(capture_us) @ clip.rig.lidar.sensor2ego
     global2lidar = invert_rigid(lidar2global)
@@ -53,25 +53,31 @@ def cast(clip: SynthClip, solids: list[Solid], capture_us: int) -> NDArray[np.fl
         ranges = np.where(down < -1e-6, -lidar2global[2, 3] / down, np.inf)
     reflectance = np.full(ranges.shape, 11.0)
     for solid in solids:
-        columns = _find_columns(solid, global2lidar)
-        if not len(columns):
+        turn = global2lidar[:3, :3]
+        x, y, _ = turn @ solid.centre + global2lidar[:3, 3]
+        distance = np.hypot(x, y)
+        reach = np.linalg.norm(solid.size_lwh) / 2.0
+        if distance - reach > _FARTHEST_M:
             continue
+        aside = np.angle(np.exp(1j * (_AZIMUTH_RAD - np.arctan2(y, x))))
+        half_angle = np.arcsin(min(1.0, reach / distance))
+        # Only these columns have rays that can meet it.
+        columns = np.flatnonzero(np.abs(aside) <= half_angle)
         lidar2unit = np.linalg.inv(global2lidar @ solid.unit2global())
         rays_near = rays[:, :, columns]
         for block in solid.blocks:
-            distance, _ = meet(block, lidar2unit, rays_near)
-            ring, column = np.nonzero((distance > _NEAREST_M) & (distance < ranges[:, columns]))
-            ranges[ring, columns[column]] = distance[ring, column]
+            hits, _ = meet(block, lidar2unit, rays_near)
+            ring, column = np.nonzero((hits > _NEAREST_M) & (hits < ranges[:, columns]))
+            ranges[ring, columns[column]] = hits[ring, column]
             reflectance[ring, columns[column]] = 14.0 + 26.0 * (sum(solid.colour) / 765.0)
     draw = stream("lidar", clip.name, capture_us)
     shape = ranges.shape
-    noisy = ranges + np.clip(draw.normal(0.0, _NOISE_M, shape), -_MOST_NOISE_M, _MOST_NOISE_M)
-    intensity = np.clip(np.rint(reflectance * draw.uniform(0.5, 1.6, shape)), 0, 255)
-    mask = (
-        (ranges > _NEAREST_M)
-        & (ranges < _FARTHEST_M)
-        & (draw.random(shape) > 0.02 * (1.0 + ranges / _FARTHEST_M))
-    )
+    noise = draw.normal(0.0, _NOISE_M, shape)
+    noisy = ranges + np.clip(noise, -_MOST_NOISE_M, _MOST_NOISE_M)
+    speckle = draw.uniform(0.5, 1.6, shape)
+    intensity = np.clip(np.rint(reflectance * speckle), 0, 255)
+    mask = (ranges > _NEAREST_M) & (ranges < _FARTHEST_M)
+    mask &= draw.random(shape) > 0.02 * (1.0 + ranges / _FARTHEST_M)
     # As a spinning lidar writes them: all rings of a column, then the next column.
     column, ring = np.nonzero(mask.T)
     points = np.empty((len(ring), POINT_COLUMNS), np.float32)
@@ -81,22 +87,20 @@ def cast(clip: SynthClip, solids: list[Solid], capture_us: int) -> NDArray[np.fl
     return points
 
 
-def _find_columns(solid: Solid, global2lidar: NDArray[np.float64]) -> NDArray[np.intp]:
-    """Return the columns of the sweep whose rays can meet an object; none where it is too far."""
-    x, y, _ = global2lidar[:3, :3] @ solid.centre + global2lidar[:3, 3]
-    distance = np.hypot(x, y)
-    reach = np.linalg.norm(solid.size_lwh) / 2.0
-    if distance - reach > _FARTHEST_M:
-        return np.empty(0, np.intp)
-    aside = np.angle(np.exp(1j * (_AZIMUTH_RAD - np.arctan2(y, x))))
-    return np.flatnonzero(np.abs(aside) <= np.arcsin(min(1.0, reach / distance)))
-
-
-def points_in_box(points: NDArray[np.float64], solid: Solid) -> int:
+def points_in_box(points: F64, solid: Solid) -> int:
     """Return how many of the points (N, 3), in global coordinates, are in an object's box, its
     faces included.
     """
     c = np.cos(solid.yaw_rad)
     s = np.sin(solid.yaw_rad)
-    offset = (points - solid.centre) @ np.array([[c, -s, 0.0], [s, c, 0.0], [0.0, 0.0, 1.0]])
-    return int((np.abs(offset) <= np.array(solid.size_lwh) / 2.0).all(1).sum())
+    box2global = np.array(
+        [
+            [c, -s, 0.0],
+            [s, c, 0.0],
+            [0.0, 0.0, 1.0],
+        ]
+    )
+    offset = (points - solid.centre) @ box2global
+    half = np.array(solid.size_lwh) / 2.0
+    is_inside = (np.abs(offset) <= half).all(1)
+    return int(is_inside.sum())

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import needs
-from fuelrail.pipeline.rigid import invert_rigid
+from fuelrail.pipeline.rigid import invert_rigid, move_points
 from fuelrail.sharding.demo.rig import RigSensor, stream
 from fuelrail.sharding.demo.shapes import (
     Block,
@@ -40,6 +40,7 @@ with needs("`fuelrail synth`"):
     import cv2
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.sample.schema import F32, F64
     from fuelrail.sharding.demo.world import SynthClip, Weather
 
 NEAR_M: Final = 0.3  # what is nearer to a camera is not drawn
@@ -58,15 +59,10 @@ _STRIPS: Final = (
     (KERB_M, FACADE_M - 1.2, _PAVEMENT_RGB),
     (1.2 - FACADE_M, -KERB_M, _PAVEMENT_RGB),
     (-KERB_M, KERB_M, _ROAD_RGB),
-    *((side * 0.14 - 0.06, side * 0.14 + 0.06, _LINE_RGB) for side in (-1, 1)),
-    *(
-        (
-            side * 2 * LANE_WIDTH_M - 0.07,
-            side * 2 * LANE_WIDTH_M + 0.07,
-            _LINE_RGB,
-        )
-        for side in (-1, 1)
-    ),
+    (-0.14 - 0.06, -0.14 + 0.06, _LINE_RGB),
+    (0.14 - 0.06, 0.14 + 0.06, _LINE_RGB),
+    (-2 * LANE_WIDTH_M - 0.07, -2 * LANE_WIDTH_M + 0.07, _LINE_RGB),
+    (2 * LANE_WIDTH_M - 0.07, 2 * LANE_WIDTH_M + 0.07, _LINE_RGB),
 )
 """Low and high edge to the left of the centre line in metres, and colour."""
 
@@ -81,7 +77,7 @@ class Sight(NamedTuple):
     cam2unit: Floats  # camera to unit box, (4, 4)
 
 
-def pixel_rays(intrinsics: NDArray[np.float64], size: tuple[int, int]) -> NDArray[np.float32]:
+def pixel_rays(intrinsics: F64, size: tuple[int, int]) -> F32:
     """Return the rays (3, height, width) of all pixels of an image of ``size`` (width, height)."""
     u, v = np.meshgrid(np.arange(size[0]), np.arange(size[1]))
     rays = np.einsum(
@@ -93,8 +89,8 @@ def pixel_rays(intrinsics: NDArray[np.float64], size: tuple[int, int]) -> NDArra
 
 
 def window_of(
-    vertices: NDArray[np.float64],
-    intrinsics: NDArray[np.float64],
+    vertices: F64,
+    intrinsics: F64,
     size: tuple[int, int],
 ) -> tuple[slice, slice]:
     """Return the rows and columns of an image of ``size`` (width, height) that can show a body.
@@ -109,25 +105,28 @@ def window_of(
         # depth that is drawn.
         is_ahead = vertices[:, 2] >= _CUT_M
         ahead = vertices[is_ahead]
-        behind = vertices[~is_ahead]
-        share = (_CUT_M - behind[:, None, 2:]) / (ahead[:, 2:] - behind[:, None, 2:])
-        crossings = behind[:, None] + (ahead - behind[:, None]) * share
+        behind = vertices[~is_ahead][:, None]
+        depth_behind = behind[:, :, 2:]
+        share = (_CUT_M - depth_behind) / (ahead[:, 2:] - depth_behind)
+        crossings = behind + (ahead - behind) * share
         vertices = np.concatenate([ahead, crossings.reshape(-1, 3)])
         margin_px = 2
     pixels = vertices @ intrinsics.T
     pixels = pixels[:, :2] / pixels[:, 2:]
-    low = np.clip(np.ceil(pixels.min(0)) - margin_px, 0, size).astype(int)
-    high = np.clip(np.floor(pixels.max(0)) + 1 + margin_px, 0, size).astype(int)
+    low = np.ceil(pixels.min(0)) - margin_px
+    low = np.clip(low, 0, size).astype(int)
+    high = np.floor(pixels.max(0)) + 1 + margin_px
+    high = np.clip(high, 0, size).astype(int)
     return slice(low[1], high[1]), slice(low[0], high[0])
 
 
-def in_view(solids: list[Solid], global2cam: NDArray[np.float64], camera: RigSensor) -> list[Solid]:
+def in_view(solids: list[Solid], global2cam: F64, camera: RigSensor) -> list[Solid]:
     """Return the solids of which a part may be in the picture, by spheres around them."""
     if not solids:
         return []
     centres = np.array([solid.centre for solid in solids])
     reach = np.linalg.norm([solid.size_lwh for solid in solids], axis=1) / 2.0
-    x, _, z = (centres @ global2cam[:3, :3].T + global2cam[:3, 3]).T
+    x, _, z = move_points(centres, global2cam).T
     # Distance from the planes through the camera and the left and right edges of the picture.
     left = camera.intrinsics[0, 2] + 1.0
     right = camera.size[0] - camera.intrinsics[0, 2]
@@ -140,15 +139,15 @@ def in_view(solids: list[Solid], global2cam: NDArray[np.float64], camera: RigSen
 
 def sights(
     solid: Solid,
-    global2cam: NDArray[np.float64],
-    intrinsics: NDArray[np.float64],
+    global2cam: F64,
+    intrinsics: F64,
     rays: Floats,
 ) -> Iterator[Sight]:
     """Yield what the pixels with these ``rays`` (3, H, W) show of an object, block by block."""
     unit2cam = global2cam @ solid.unit2global()
     cam2unit = np.linalg.inv(unit2cam)
     for block in solid.blocks:
-        vertices = block.corners @ unit2cam[:3, :3].T + unit2cam[:3, 3]
+        vertices = move_points(block.corners, unit2cam)
         rows, columns = window_of(vertices, intrinsics, rays.shape[:0:-1])
         if rows.stop > rows.start and columns.stop > columns.start:
             depth, entries = meet(block, cam2unit, rays[:, rows, columns])
@@ -164,7 +163,7 @@ def sights(
 
 def owners(
     camera: RigSensor,
-    cam2global: NDArray[np.float64],
+    cam2global: F64,
     solids: list[Solid],
     width_px: int,
 ) -> tuple[NDArray[np.int32], dict[int, int]]:
@@ -175,9 +174,14 @@ def owners(
     size = (width_px, round(camera.size[1] * scale))
     global2cam = invert_rigid(cam2global)
     move = (scale - 1.0) / 2.0
-    intrinsics = (
-        np.array([[scale, 0.0, move], [0.0, scale, move], [0.0, 0.0, 1.0]]) @ camera.intrinsics
+    shrink = np.array(
+        [
+            [scale, 0.0, move],
+            [0.0, scale, move],
+            [0.0, 0.0, 1.0],
+        ]
     )
+    intrinsics = shrink @ camera.intrinsics
     rays = pixel_rays(intrinsics, size)
     actors = np.full(size[::-1], -1, np.int32)
     nearest = np.full(size[::-1], np.inf)
@@ -229,7 +233,7 @@ def render(
     return canvas.develop(stream("sensor", clip.name, camera.channel, exposure_us))
 
 
-def painting_order(solids: list[Solid], eye: NDArray[np.float64]) -> list[int]:
+def painting_order(solids: list[Solid], eye: F64) -> list[int]:
     """Return the order in which upright boxes are painted: what another may hide comes before it.
 
     Two boxes that do not touch are parted by the line of a side of one of them. The one on the
@@ -247,15 +251,17 @@ def painting_order(solids: list[Solid], eye: NDArray[np.float64]) -> list[int]:
         length=lengths[:, None],
         width=widths[:, None],
     )
-    turn = np.stack([np.cos(yaws), np.sin(yaws), -np.sin(yaws), np.cos(yaws)], -1)
+    cos = np.cos(yaws)
+    sin = np.sin(yaws)
+    turn = np.stack([cos, sin, -sin, cos], -1)
     turn = turn.reshape(-1, 2, 2)  # global to box axes
     halves = np.stack([lengths, widths], -1) / 2.0
     # Corners of each box j, and the eye, in the axes of each box i.
     offsets = outlines[None] - centres[:, None, None]
-    there = np.einsum("iab,ijkb->ijka", turn, offsets)
+    in_box = np.einsum("iab,ijkb->ijka", turn, offsets)
     eyes = np.einsum("iab,ib->ia", turn, eye - centres)
-    low = there.min(axis=2)
-    high = there.max(axis=2)
+    low = in_box.min(axis=2)
+    high = in_box.max(axis=2)
     limit = halves[:, None]
     is_eye_high = (eyes > halves)[:, None]
     is_eye_low = (eyes < -halves)[:, None]
@@ -264,10 +270,13 @@ def painting_order(solids: list[Solid], eye: NDArray[np.float64]) -> list[int]:
     # j is on the eye's side of i, or beyond a side of i that the eye is not beyond.
     in_front = ((is_high & is_eye_high) | (is_low & is_eye_low)).any(axis=2)
     behind = ((is_high & ~is_eye_high) | (is_low & ~is_eye_low)).any(axis=2)
-    distances = np.hypot(*(centres - eye).T)
-    bearings = np.arctan2(*(centres - eye).T)
-    reach = np.arcsin(np.minimum(np.hypot(lengths, widths) / 2.0 / distances, 1.0))
-    apart = np.abs(np.angle(np.exp(1j * (bearings[:, None] - bearings))))
+    directions = (centres - eye).T
+    distances = np.hypot(*directions)
+    bearings = np.arctan2(*directions)
+    radii = np.hypot(lengths, widths) / 2.0
+    reach = np.arcsin(np.minimum(radii / distances, 1.0))
+    difference = bearings[:, None] - bearings
+    apart = np.abs(np.angle(np.exp(1j * difference)))
     is_before = (in_front | behind.T) & ~(in_front.T | behind)
     is_before &= apart < reach[:, None] + reach
     np.fill_diagonal(is_before, False)
@@ -289,7 +298,7 @@ class Canvas:
     def __init__(
         self,
         camera: RigSensor,
-        cam2global: NDArray[np.float64],
+        cam2global: F64,
         weather: Weather,
     ) -> None:
         self.camera = camera
@@ -311,7 +320,8 @@ class Canvas:
         toward = np.einsum("ij,jrc->irc", self.cam2global[:3, :3].astype(np.float32), rays)
         up = np.clip(toward[2] / np.hypot(toward[0], toward[1]), 0.0, 3.0)
         zenith = np.array(self.weather.zenith_rgb)
-        image = self.haze + (zenith - self.haze) * (1.0 - np.exp(-2.6 * up))[..., None]
+        share = (1.0 - np.exp(-2.6 * up))[..., None]
+        image = self.haze + (zenith - self.haze) * share
         is_ground = toward[2] < -0.002
         depths = np.float32(-self.cam2global[2, 3]) / toward[2][is_ground]
         image[is_ground] = self._add_haze(np.array(_MEADOW_RGB), depths)
@@ -320,37 +330,36 @@ class Canvas:
     def paint_road(self, road: Road) -> None:
         """Paint pavements, the road and its lines, in pieces along the road."""
         offset = (self.cam2global[:2, 3] - (road.x, road.y)).astype(np.float32)
-        here = float(road.locate(offset[:1], offset[1:])[0][0])
+        along_ego = float(road.locate(offset[:1], offset[1:])[0][0])
         reach = min(_ROAD_M, 1.4 / max(abs(road.curvature_per_m), 1e-3))
-        steps = np.concatenate([np.arange(0.0, 12.0, 1.0), np.geomspace(12.0, reach, 30)])
-        along = here + np.concatenate([-steps[:0:-1], steps])
-        starts = (
-            np.arange(
-                math.floor((here - reach) / 9.0),
-                math.ceil((here + reach) / 9.0),
-            )
-            * 9.0
-        )
+        near = np.arange(0.0, 12.0, 1.0)
+        far = np.geomspace(12.0, reach, 30)
+        steps = np.concatenate([near, far])
+        along = along_ego + np.concatenate([-steps[:0:-1], steps])
+        first_dash = math.floor((along_ego - reach) / 9.0)
+        end_dash = math.ceil((along_ego + reach) / 9.0)
+        starts = np.arange(first_dash, end_dash) * 9.0
         dashes = np.stack([starts + 2.9, starts + 6.1], -1)
-        spans = self._centre_line(road, np.stack([along[:-1], along[1:]], -1))
+        pieces = np.stack([along[:-1], along[1:]], -1)
+        spans = self._centre_line(road, pieces)
         for low, high, rgb in _STRIPS:
             self._paint_strip(*spans, low, high, rgb)
         dash_spans = self._centre_line(road, dashes)
         for side in (-1, 1):
-            low, high = side * LANE_WIDTH_M - 0.07, side * LANE_WIDTH_M + 0.07
-            self._paint_strip(*dash_spans, low, high, _LINE_RGB)
+            middle = side * LANE_WIDTH_M
+            self._paint_strip(*dash_spans, middle - 0.07, middle + 0.07, _LINE_RGB)
 
-    def _centre_line(self, road: Road, along: NDArray[np.float64]) -> tuple[Floats, Floats]:
+    def _centre_line(self, road: Road, along: F64) -> tuple[Floats, Floats]:
         """Return places of the road's centre line, and its left there, (P, 2, 3) in camera axes."""
         listed = along.ravel().tolist()
         centres = np.array([(*road.point(place, 0.0), 0.0) for place in listed])
         headings = road.heading_rad + road.curvature_per_m * along.ravel()
-        left = np.stack([-np.sin(headings), np.cos(headings), np.zeros_like(headings)], -1)
+        level = np.zeros_like(headings)
+        left = np.stack([-np.sin(headings), np.cos(headings), level], -1)
         turn = self.global2cam[:3, :3].T
-        return (
-            (centres @ turn + self.global2cam[:3, 3]).reshape(-1, 2, 3),
-            (left @ turn).reshape(-1, 2, 3),
-        )
+        centres = centres @ turn + self.global2cam[:3, 3]
+        left = left @ turn
+        return centres.reshape(-1, 2, 3), left.reshape(-1, 2, 3)
 
     def _paint_strip(
         self,
@@ -364,7 +373,9 @@ class Canvas:
 
         ``centres`` and ``left``: see :meth:`_centre_line`.
         """
-        quads = np.concatenate([centres + low * left, (centres + high * left)[:, ::-1]], axis=1)
+        low_edge = centres + low * left
+        high_edge = centres + high * left
+        quads = np.concatenate([low_edge, high_edge[:, ::-1]], axis=1)
         quads = quads[(quads[:, :, 2] > NEAR_M).any(axis=1)]
         depths = quads[:, :, 2].clip(NEAR_M).mean(axis=1)
         for _ in self._fill(quads, self._add_haze(np.array(rgb), depths)):
@@ -378,10 +389,12 @@ class Canvas:
         counts = [len(table.quads) for table in tables]
         owner = np.repeat(np.arange(len(solids)), counts)
         unit2cam = self.global2cam @ np.stack([solid.unit2global() for solid in solids])
-        turn, move = unit2cam[owner, :3, :3], unit2cam[owner, :3, 3]
+        turn = unit2cam[owner, :3, :3]
+        move = unit2cam[owner, :3, 3]
         quads = np.concatenate([table.quads for table in tables])
         quads = np.einsum("nij,nkj->nki", turn, quads) + move[:, None]
-        normals = np.linalg.cross(quads[:, 1] - quads[:, 0], quads[:, 2] - quads[:, 0])
+        edges = quads[:, 1:3] - quads[:, :1]
+        normals = np.linalg.cross(edges[:, 0], edges[:, 1])
         middles = quads.mean(axis=1)
         is_seen = (normals * middles).sum(axis=1) < 0.0
         is_seen &= (quads[:, :, 2] > NEAR_M).any(axis=1)
@@ -400,8 +413,9 @@ class Canvas:
             if width_px < _DETAIL_PX:
                 continue
             place = int(order[number])
-            solid = solids[owner[place]]
-            details = list_details(solid, place - int(starts[owner[place]]))
+            solid_number = int(owner[place])
+            side = place - int(starts[solid_number])
+            details = list_details(solids[solid_number], side)
             if details is None:
                 continue
             seen = details.quads @ turn[place].T + move[place]
@@ -426,7 +440,8 @@ class Canvas:
         pixels = self._project(np.where(is_cut[:, None, None], 1.0, quads))
         low = pixels.min(axis=1)
         high = pixels.max(axis=1)
-        is_inside = (high > 0.0).all(axis=1) & (low < self.camera.size).all(axis=1)
+        is_inside = (high > 0.0).all(axis=1)
+        is_inside &= (low < self.camera.size).all(axis=1)
         fixed = np.rint(pixels * (1 << _SHIFT)).astype(np.int32)
         widths = (high - low).max(axis=1).tolist()
         listed = colours.tolist()
@@ -442,7 +457,8 @@ class Canvas:
     def _project(self, places: Floats) -> Floats:
         """Return pixels (..., 2) of places (..., 3) in front of the camera."""
         focal = self.camera.intrinsics.diagonal()[:2]
-        pixels = places[..., :2] / places[..., 2:] * focal + self.camera.intrinsics[:2, 2]
+        centre = self.camera.intrinsics[:2, 2]
+        pixels = places[..., :2] / places[..., 2:] * focal + centre
         return np.asarray(pixels, np.float64)
 
     def _add_haze(self, rgb: Floats, depths: Floats) -> Floats:
@@ -466,10 +482,12 @@ def _cut_off(corners: Floats) -> Floats:
     """Return a polygon (V, 3) of camera axes without what is nearer than `NEAR_M`."""
     kept = []
     for start, end in zip(corners, np.roll(corners, -1, axis=0), strict=True):
-        if start[2] >= NEAR_M:
+        is_kept = start[2] >= NEAR_M
+        if is_kept:
             kept.append(start)
-        if (start[2] >= NEAR_M) != (end[2] >= NEAR_M):
-            kept.append(start + (end - start) * (NEAR_M - start[2]) / (end[2] - start[2]))
+        if is_kept != (end[2] >= NEAR_M):
+            edge = end - start
+            kept.append(start + edge * (NEAR_M - start[2]) / edge[2])
     return np.array(kept)
 
 
@@ -483,10 +501,12 @@ def _noise_tiles(width: int, height: int) -> tuple[NDArray[np.uint8], NDArray[np
     size = 512
     frequency = np.fft.fftfreq(size, 1 / size)
     white = stream("tile", "grain").standard_normal((size, size))
-    spectrum = np.fft.fft2(white) / np.maximum(np.hypot(frequency[:, None], frequency), 1.0) ** 0.9
+    radius = np.hypot(frequency[:, None], frequency)
+    spectrum = np.fft.fft2(white) / np.maximum(radius, 1.0) ** 0.9
     tile = np.fft.ifft2(spectrum).real
     tile = (tile - tile.mean()) / tile.std() * 4.0
-    texture = np.tile(tile.astype(np.float32), (-(-height // size), -(-width // size)))
+    repeats = (-(-height // size), -(-width // size))
+    texture = np.tile(tile.astype(np.float32), repeats)
     noise = stream("tile", "sensor").standard_normal((height, width), dtype=np.float32) * 2.1
     levels = np.rint(texture[:height, :width] + noise).astype(np.int16)
     brighter = levels.clip(0, 255).astype(np.uint8)

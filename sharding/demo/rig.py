@@ -11,18 +11,19 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fuelrail.pipeline.rigid import rigid
-from fuelrail.sharding.sources.adapter.poses import quaternions
+from fuelrail.sharding.sources.adapter.poses import OPTICAL2FLU, quaternions
+
+if TYPE_CHECKING:
+    from fuelrail.pipeline.sample.schema import F64
 
 QUATERNION_DECIMALS: Final = 12
-METRE_DECIMALS: Final = (
-    6  # of what ends up in a table: it is rounded first, so what is rendered is what they say
-)
+# Of what ends up in a table: it is rounded first, so what is rendered is what they say.
+METRE_DECIMALS: Final = 6
 LIDAR_CHANNEL: Final = "LIDAR_TOP"
 
 
@@ -34,14 +35,32 @@ def stream(*path: object) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little")))
 
 
-def _make_rotation(roll: float, pitch: float, yaw: float) -> NDArray[np.float64]:
+def _make_rotation(roll: float, pitch: float, yaw: float) -> F64:
     """Return the rotation (3, 3) about the x, then the y, then the z axis [rad]."""
     a, b, c = np.cos((roll, pitch, yaw))
     d, e, f = np.sin((roll, pitch, yaw))
-    about_x = np.array([[1.0, 0.0, 0.0], [0.0, a, -d], [0.0, d, a]])
-    about_y = np.array([[b, 0.0, e], [0.0, 1.0, 0.0], [-e, 0.0, b]])
-    about_z = np.array([[c, -f, 0.0], [f, c, 0.0], [0.0, 0.0, 1.0]])
-    turned: NDArray[np.float64] = about_z @ about_y @ about_x
+    about_x = np.array(
+        [
+            [1.0, 0.0, 0.0],
+            [0.0, a, -d],
+            [0.0, d, a],
+        ]
+    )
+    about_y = np.array(
+        [
+            [b, 0.0, e],
+            [0.0, 1.0, 0.0],
+            [-e, 0.0, b],
+        ]
+    )
+    about_z = np.array(
+        [
+            [c, -f, 0.0],
+            [f, c, 0.0],
+            [0.0, 0.0, 1.0],
+        ]
+    )
+    turned: F64 = about_z @ about_y @ about_x
     return turned
 
 
@@ -56,7 +75,7 @@ def yaw_quaternion(yaw_rad: float) -> tuple[float, float, float, float]:
     )
 
 
-def _round_quaternion(rotation: NDArray[np.float64]) -> tuple[float, ...]:
+def _round_quaternion(rotation: F64) -> tuple[float, ...]:
     return tuple(np.round(quaternions(rotation[None])[0], QUATERNION_DECIMALS).tolist())
 
 
@@ -78,7 +97,6 @@ _MOUNTS: Final[dict[str, _Mount]] = {
     "CAM_BACK_RIGHT": _Mount(-110.0, (1.03, -0.475, 1.555), 1255.0, 20_000),
 }
 CAMERA_CHANNELS: Final = tuple(_MOUNTS)
-_OPTICAL2FORWARD: Final = np.array([[0.0, 0.0, 1.0], [-1.0, 0.0, 0.0], [0.0, -1.0, 0.0]])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,13 +110,13 @@ class RigSensor:
 
     channel: str
     size: tuple[int, int]
-    intrinsics: NDArray[np.float64]
+    intrinsics: F64
     translation: tuple[float, ...]
     rotation: tuple[float, ...]
     lead_us: int
 
     @property
-    def sensor2ego(self) -> NDArray[np.float64]:
+    def sensor2ego(self) -> F64:
         """Return sensor to ego, (4, 4)."""
         return rigid(np.array(self.rotation), np.array(self.translation))
 
@@ -138,9 +156,8 @@ def make_rig(seed: int, vehicle: str, width_px: int, height_px: int) -> Rig:
             np.round(mount.translation + draw.normal(0.0, 0.01, 3), METRE_DECIMALS).tolist()
         )
         lead_us = mount.lead_us + int(draw.integers(-300, 301))
-        turned = _round_quaternion(
-            _make_rotation(roll, pitch, math.radians(mount.yaw_deg) + yaw) @ _OPTICAL2FORWARD
-        )
+        heading = math.radians(mount.yaw_deg) + yaw
+        turned = _round_quaternion(_make_rotation(roll, pitch, heading) @ OPTICAL2FLU[:3, :3])
         size = (width_px, height_px)
         cameras.append(
             RigSensor(

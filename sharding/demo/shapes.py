@@ -11,10 +11,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from fuelrail.pipeline.sample.schema import F64
 
 Floats = NDArray[np.floating[Any]]
 
@@ -55,14 +58,15 @@ class Block(NamedTuple):
     material: str
 
     @property
-    def corners(self) -> NDArray[np.float64]:
+    def corners(self) -> F64:
         """All eight corners (8, 3); not to be written to."""
         return _list_corners(self)
 
 
 @lru_cache(maxsize=256)
-def _list_corners(block: Block) -> NDArray[np.float64]:
-    return np.stack(np.meshgrid(*zip(block.low, block.high, strict=True)), -1).reshape(8, 3)
+def _list_corners(block: Block) -> F64:
+    axes = zip(block.low, block.high, strict=True)
+    return np.stack(np.meshgrid(*axes), -1).reshape(8, 3)
 
 
 def _make_block(
@@ -72,9 +76,9 @@ def _make_block(
 
 
 def _make_rider(seat: float) -> tuple[Block, ...]:
-    wheels = (_make_block(x, (0.0, seat), 0.14, "tyre") for x in ((-0.5, -0.16), (0.16, 0.5)))
     return (
-        *wheels,
+        _make_block((-0.5, -0.16), (0.0, seat), 0.14, "tyre"),
+        _make_block((0.16, 0.5), (0.0, seat), 0.14, "tyre"),
         _make_block((-0.2, 0.2), (0.3 * seat, 0.84), 0.5, "cloth"),
         _make_block((-0.1, 0.1), (0.84, 1.0), 0.2, "skin"),
     )
@@ -166,7 +170,7 @@ class Solid:
         """The name of its shape."""
         return "human" if self.kind.startswith("human.") else self.kind
 
-    def unit2global(self) -> NDArray[np.float64]:
+    def unit2global(self) -> F64:
         """Return unit box coordinates to global, (4, 4); annotated objects stay a little inside
         their boxes.
         """
@@ -193,9 +197,8 @@ def meet(block: Block, sensor2unit: Floats, rays: Floats) -> tuple[Floats, Float
     side that a ray enters by is across the axis of the largest of these.
     """
     # A ray is inside from the last entry between two opposite sides to the first exit.
-    along = np.einsum(
-        "ij,jrc->irc", sensor2unit[:3, :3].astype(rays.dtype), rays
-    )  # unlike BLAS, in this thread alone
+    # In this thread alone, unlike BLAS.
+    along = np.einsum("ij,jrc->irc", sensor2unit[:3, :3].astype(rays.dtype), rays)
     with np.errstate(divide="ignore", invalid="ignore"):
         first, second = (
             (np.array(corner) - sensor2unit[:3, 3]).astype(rays.dtype)[:, None, None] / along
@@ -221,18 +224,18 @@ class Sides(NamedTuple):
         materials: of each.
     """
 
-    quads: NDArray[np.float64]
+    quads: F64
     axes: NDArray[np.intp]
     blocks: NDArray[np.intp]
-    block_middles: NDArray[np.float64]
+    block_middles: F64
     materials: tuple[str, ...]
 
 
 class Details(NamedTuple):
     """What is on a side, such as windows: corners (N, 4, 3) in the unit box, and their colour."""
 
-    quads: NDArray[np.float64]
-    rgb: NDArray[np.float64]
+    quads: F64
+    rgb: F64
 
 
 @lru_cache(maxsize=64)
@@ -252,18 +255,10 @@ def list_sides(shape: str) -> Sides:
             for is_high in (False, True):
                 quad = np.empty((4, 3))
                 quad[:, axis] = high[axis] if is_high else low[axis]
-                quad[:, first] = (
-                    low[first],
-                    high[first],
-                    high[first],
-                    low[first],
-                )
-                quad[:, second] = (
-                    low[second],
-                    low[second],
-                    high[second],
-                    high[second],
-                )
+                quad[1:3, first] = high[first]
+                quad[[0, 3], first] = low[first]
+                quad[:2, second] = low[second]
+                quad[2:, second] = high[second]
                 quads.append(quad if is_high else quad[::-1])
                 axes.append(axis)
                 numbers.append(number)
@@ -278,7 +273,7 @@ def list_sides(shape: str) -> Sides:
     )
 
 
-def side_colours(solid: Solid, sides: Sides) -> NDArray[np.float64]:
+def side_colours(solid: Solid, sides: Sides) -> F64:
     """Return the colours (N, 3) of a solid's sides in full light."""
     colours = np.array([_COLOURS.get(material, solid.colour) for material in sides.materials])
     return np.asarray(colours * _SHADE[sides.axes][:, None], np.float64)
@@ -294,14 +289,15 @@ def list_details(solid: Solid, side: int) -> Details | None:
     detail = _DETAILS[material]
     quad = sides.quads[side]
     across = 1 - axis
-    length, height = solid.size_lwh[across], solid.size_lwh[2]
-    left, right = quad[:, across].min() * length, quad[:, across].max() * length
-    bottom, top = quad[:, 2].min() * height, quad[:, 2].max() * height
-    columns = _repeat(left, right, detail.every_m[0], detail.size_m[0])
-    rows = _repeat(bottom, top, detail.every_m[1], detail.size_m[1])
+    length = solid.size_lwh[across]
+    height = solid.size_lwh[2]
+    columns = _repeat(quad[:, across] * length, detail.every_m[0], detail.size_m[0])
+    rows = _repeat(quad[:, 2] * height, detail.every_m[1], detail.size_m[1])
     if not len(columns) or not len(rows):
         return None
-    column, row = (grid.reshape(-1, 2) for grid in _pairs(columns, rows))
+    grid = (len(columns), len(rows), 2)
+    column = np.broadcast_to(columns[:, None], grid).reshape(-1, 2)
+    row = np.broadcast_to(rows[None], grid).reshape(-1, 2)
     quads = np.empty((len(column), 4, 3))
     quads[:, :, axis] = quad[0, axis]
     quads[:, :, across] = column[:, (0, 1, 1, 0)] / length
@@ -310,19 +306,13 @@ def list_details(solid: Solid, side: int) -> Details | None:
     return Details(quads, np.asarray(rgb, np.float64))
 
 
-def _repeat(start: float, end: float, every: float, size: float) -> NDArray[np.float64]:
-    """Return spans (N, 2) of a size at equal distances, centred between two ends."""
+def _repeat(corners: F64, every: float, size: float) -> F64:
+    """Return spans (N, 2) of a size at equal distances, centred between the outermost corners."""
+    start = corners.min()
+    end = corners.max()
     if size == 0.0:
         return np.array([[start, end]])
     count = int((end - start) / every)
     first = start + (end - start - count * every + every - size) / 2.0
     starts = first + every * np.arange(count)
     return np.stack([starts, starts + size], -1)
-
-
-def _pairs(
-    columns: NDArray[np.float64], rows: NDArray[np.float64]
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return each column's span beside each row's."""
-    shape = (len(columns), len(rows), 2)
-    return np.broadcast_to(columns[:, None], shape), np.broadcast_to(rows[None], shape)

@@ -10,13 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fuelrail.sharding.demo.rig import METRE_DECIMALS
 from fuelrail.sharding.demo.shapes import Solid
+
+if TYPE_CHECKING:
+    from fuelrail.pipeline.sample.schema import F32, F64
 
 LANE_WIDTH_M: Final = 3.5
 PARKING_M: Final = 8.25  # centre of the parked cars, left or right of the centre line
@@ -96,9 +98,7 @@ class Road:
         s = math.sin(self.heading_rad)
         return self.x + c * u - s * v, self.y + s * u + c * v
 
-    def locate(
-        self, x: NDArray[np.float32], y: NDArray[np.float32]
-    ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    def locate(self, x: F32, y: F32) -> tuple[F32, F32]:
         """Return the inverse of `point` for arrays of offsets from the road's origin, float32 in
         the global axes.
         """
@@ -117,12 +117,12 @@ class Road:
 
 
 def corners(
-    x: NDArray[np.float64],
-    y: NDArray[np.float64],
-    yaw_rad: NDArray[np.float64],
-    length: float | NDArray[np.float64],
-    width: float | NDArray[np.float64],
-) -> NDArray[np.float64]:
+    x: F64,
+    y: F64,
+    yaw_rad: F64,
+    length: float | F64,
+    width: float | F64,
+) -> F64:
     """Return the corners (..., 4, 2) of footprints, counter-clockwise, of upright boxes with the
     given centres.
     """
@@ -135,11 +135,13 @@ def corners(
     return np.stack([corner_x, corner_y], axis=-1)
 
 
-def footprints_overlap(first: NDArray[np.float64], second: NDArray[np.float64]) -> bool:
+def footprints_overlap(first: F64, second: F64) -> bool:
     """Return whether two tracks of rectangles (T, 4, 2) touch at any of the T instants
     (separating axis theorem).
     """
-    apart = ((first.max(1) < second.min(1)) | (second.max(1) < first.min(1))).any(1)
+    is_before = first.max(1) < second.min(1)
+    is_behind = second.max(1) < first.min(1)
+    apart = (is_before | is_behind).any(1)
     for rectangle in () if apart.all() else (first, second):
         edges = np.diff(rectangle[:, :3], axis=1)
         for edge in (edges[:, 0], edges[:, 1]):
@@ -397,7 +399,7 @@ def _place_roadworks(draw: np.random.Generator, along: float) -> Iterator[Actor]
 def populate(
     draw: np.random.Generator,
     road: Road,
-    ego_track: NDArray[np.float64],
+    ego_track: F64,
     route_m: float,
     ego_mps: float,
 ) -> tuple[Actor, ...]:
@@ -415,7 +417,7 @@ def populate(
     ]
     times = [_CHECK_STEP_S * step for step in range(len(ego_track))]
     actors: list[Actor] = []
-    tracks: list[NDArray[np.float64]] = [ego_track]
+    tracks: list[F64] = [ego_track]
     for actor in candidates:
         track = footprint_track(actor, road, times, _ELBOW_ROOM_M)
         if not any(footprints_overlap(track, occupied) for occupied in tracks):
@@ -431,7 +433,7 @@ def check_times(duration_s: float) -> list[float]:
 
 def footprint_track(
     actor: Actor, road: Road, times_s: Sequence[float], margin_m: float = 0.0
-) -> NDArray[np.float64]:
+) -> F64:
     """Return the footprints (T, 4, 2) of an actor at the given times, grown by ``margin_m`` in
     length and width.
     """

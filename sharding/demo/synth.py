@@ -86,7 +86,21 @@ def synth(
     plain = msgspec.structs.replace(chosen, workers=0)
     report = _report_of(folder, plain)
     if report is None:
-        report = _build_world(folder, plain, chosen.workers, progress)
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            unfinished = Path(
+                tempfile.mkdtemp(prefix=f".{folder.name}.partial-", dir=folder.parent)
+            )
+        except OSError as error:
+            raise DatasetError(f"cannot write to '{folder.parent}': {error.strerror}") from error
+        try:
+            report = _write_world(unfinished, plain, chosen.workers, progress)
+            unfinished.chmod(0o755)
+            unfinished.rename(folder)
+        except OSError as error:
+            raise DatasetError(f"cannot write '{folder}': {error.strerror or error}") from error
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
     return msgspec.structs.replace(report, folder=os.fspath(out))
 
 
@@ -136,29 +150,6 @@ def _count_bytes(folder: Path) -> int:
         for path in folder.rglob("*")
         if path.is_file() and path != folder / MARKER
     )
-
-
-def _build_world(
-    out: Path,
-    world: SynthOptions,
-    num_workers: int,
-    advance: Callable[[int, int], None],
-) -> SynthReport:
-    """Make the world in a folder beside ``out`` and rename it."""
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = Path(tempfile.mkdtemp(prefix=f".{out.name}.partial-", dir=out.parent))
-    except OSError as error:
-        raise DatasetError(f"cannot write to '{out.parent}': {error.strerror}") from error
-    try:
-        report = _write_world(unfinished, world, num_workers, advance)
-        unfinished.chmod(0o755)
-        unfinished.rename(out)
-    except OSError as error:
-        raise DatasetError(f"cannot write '{out}': {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-    return report
 
 
 def _write_world(

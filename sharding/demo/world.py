@@ -22,7 +22,6 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fuelrail.pipeline.rigid import rigid
 from fuelrail.sharding.demo.rig import (
@@ -44,12 +43,12 @@ from fuelrail.sharding.demo.street import (
 )
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.sample.schema import F64
     from fuelrail.sharding.demo.options import SynthOptions
 
 KEYFRAME_US: Final = 500_000
-_EPOCH_S: Final = (
-    1_893_506_400  # 2030-01-01 14:00 UTC: nobody can take these drives for recorded ones
-)
+# 2030-01-01 14:00 UTC: nobody can take these drives for recorded ones.
+_EPOCH_S: Final = 1_893_506_400
 _CLIPS_PER_LOG: Final = 2
 _EGO_LENGTH_M = 4.6
 _EGO_WIDTH_M = 1.95
@@ -133,9 +132,8 @@ class SynthClip:
     actors: tuple[Actor, ...]
     scenery: tuple[Solid, ...]
     speed_mps: float
-    sway: tuple[
-        float, float, float
-    ]  # amplitude in m/s and rate in rad/s of the speed, amplitude in m across the lane
+    # Amplitude in m/s and rate in rad/s of the speed, amplitude in m across the lane.
+    sway: tuple[float, float, float]
 
     @property
     def description(self) -> str:
@@ -164,7 +162,7 @@ class SynthClip:
             0.0,
         ), yaw_quaternion(yaw)
 
-    def ego2global(self, timestamp_us: int) -> NDArray[np.float64]:
+    def ego2global(self, timestamp_us: int) -> F64:
         """Return ego to global (4, 4) of exactly the pose that the tables hold."""
         translation, rotation = self.ego(timestamp_us)
         return rigid(np.array(rotation), np.array(translation))

@@ -61,20 +61,13 @@ class LocalEngine:
     ) -> Iterator[ShardDone]:
         """Make these shards of the plan."""
         num_workers = min(self._num_workers, len(numbers))
-        if num_workers > 1 or (num_workers and self._kind == "processes"):
-            yield from self._in_pool(job, iter(numbers), num_workers, advance)
-        elif num_workers:
+        if not num_workers:
+            return
+        if num_workers == 1 and self._kind != "processes":
             writer = ShardWriter(job)
             for number in numbers:
                 yield writer.make(number, advance)
-
-    def _in_pool(
-        self,
-        job: WriteJob,
-        numbers: Iterator[int],
-        num_workers: int,
-        advance: Callable[[int], None],
-    ) -> Iterator[ShardDone]:
+            return
         # Spawned, not forked: threads of Arrow and of the progress bar run here, and the lock must
         # stay with this process.
         context = multiprocessing.get_context("spawn")
@@ -95,12 +88,13 @@ class LocalEngine:
             ) from error
         with workers as pool:
             pending: set[Future[ShardDone]] = set()
+            waiting = iter(numbers)
             try:
                 while True:
                     # A Ctrl-C inside wait() would leave locks of futures held, and threads that
                     # make shards hang there.
                     with ctrl_c_waits():
-                        for number in numbers:
+                        for number in waiting:
                             pending.add(pool.submit(_make, number))
                             if len(pending) >= num_workers * _TASKS_AHEAD:
                                 break

@@ -61,9 +61,8 @@ _POLL_S: Final = 0.5
 
 _STOP_S: Final = 30.0
 
-_TASKS_AHEAD: Final = (
-    2  # submitted for each CPU of the cluster, so that none waits for the next one
-)
+# Submitted for each CPU of the cluster, so that none waits for the next one.
+_TASKS_AHEAD: Final = 2
 
 _LOOK_S: Final = 5.0
 
@@ -133,7 +132,19 @@ class RayEngine:
                     advance(done.num_bytes)
                     yield done
             finally:
-                self._forget(job)
+                if "://" in job.out:
+                    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+                    ray = self._ray
+                    nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+                    tidy = []
+                    for node in nodes:
+                        strategy = NodeAffinitySchedulingStrategy(node, soft=True)
+                        task = ray.remote(forget_inputs)
+                        task = task.options(num_cpus=0, scheduling_strategy=strategy)
+                        tidy.append(task.remote(job.out))
+                    with contextlib.suppress(ray.exceptions.RayError):
+                        ray.wait(tidy, num_returns=len(tidy), timeout=_STOP_S)
 
     def make(
         self,
@@ -207,27 +218,6 @@ class RayEngine:
             refusal, cause = pickle.loads(result)
             raise refusal from cause
         return result
-
-    def _forget(self, job: WriteJob) -> None:
-        from ray.util.scheduling_strategies import (
-            NodeAffinitySchedulingStrategy,
-        )
-
-        if "://" not in job.out:
-            return
-        ray = self._ray
-        nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
-        tidy = [
-            ray.remote(forget_inputs)
-            .options(
-                num_cpus=0,
-                scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=True),
-            )
-            .remote(job.out)
-            for node in nodes
-        ]
-        with contextlib.suppress(ray.exceptions.RayError):
-            ray.wait(tidy, num_returns=len(tidy), timeout=_STOP_S)
 
     @contextlib.contextmanager
     def connected(self) -> Iterator[None]:
@@ -306,13 +296,11 @@ def _make(start: Start, run: str, number: int) -> Any:
 
 
 def _start_writer(job: WriteJob, run: str, node: str) -> Callable[[int], ShardDone]:
-    return partial(ShardWriter(inputs_here(job, run, node)).make, pulse=_ignore_pulse)
-
-
-def _ignore_pulse(num_bytes: int) -> None:
-    """Do nothing: nobody counts bytes before a shard is done, and Ray interrupts a task that is
-    to end.
-    """
+    # Nobody counts bytes before a shard is done, and Ray interrupts a task that is to end.
+    return partial(
+        ShardWriter(inputs_here(job, run, node)).make,
+        pulse=lambda num_bytes: None,  # noqa: ARG005
+    )
 
 
 def share_inputs(job: WriteJob, run: str) -> None:
@@ -356,7 +344,13 @@ def inputs_here(job: WriteJob, run: str, node: str) -> WriteJob:
             "same path, or at a URL such as s3://bucket/prefix"
         )
     folder = _prepare_node_folder(job.out) / run
-    with _lock_file(folder.parent / "lock"):
+    lock = folder.parent / "lock"
+    try:
+        descriptor = open_lock(lock)
+    except PermissionError as error:
+        raise DatasetError(f"'{lock}' cannot be used: {error.strerror}") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
         if not folder.exists():
             for stale in folder.parent.iterdir():
                 if stale.is_dir():
@@ -368,6 +362,8 @@ def inputs_here(job: WriteJob, run: str, node: str) -> WriteJob:
                 file: Path = getattr(job, name)
                 out.fetch(f"{_INPUTS}/{file.name}", half / file.name)
             half.rename(folder)
+    finally:
+        os.close(descriptor)
     return dataclasses.replace(job, **{name: folder / getattr(job, name).name for name in _FIELDS})
 
 
@@ -386,16 +382,3 @@ def _prepare_node_folder(location: str) -> Path:
         raise DatasetError(f"'{where}' cannot be used: {error.strerror or error}") from error
     folder.mkdir(parents=True, exist_ok=True)
     return folder
-
-
-@contextlib.contextmanager
-def _lock_file(path: Path) -> Iterator[None]:
-    try:
-        descriptor = open_lock(path)
-    except PermissionError as error:
-        raise DatasetError(f"'{path}' cannot be used: {error.strerror}") from error
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)

@@ -66,7 +66,27 @@ class ObjectLock:
         )
         self._ended = threading.Event()
         self._lost: str | None = None
-        self._take()
+        held = None
+        try:
+            out.fs.pipe_file(self._path, msgspec.json.encode(self._mine), mode="create")
+        except OSError:
+            held = self._read()
+            if held is None:
+                raise  # it was no lock that was in the way
+        if held is not None:
+            end = time.monotonic() + (STALE_S if held.place != place else 0)
+            while time.monotonic() < end:
+                time.sleep(_LOOK_S)
+                current = self._read()
+                if current is None:
+                    break
+                if current != held:
+                    self._refuse(current)
+            self._write(self._mine)
+            time.sleep(_SETTLE_S)  # another run may have found it stale at the same moment
+            now = self._read()
+            if now is None or now.owner != self._mine.owner:
+                self._refuse(now or held)
         self._beating = threading.Thread(target=self._beat, name="object-lock", daemon=True)
         self._beating.start()
 
@@ -85,28 +105,6 @@ class ObjectLock:
         holder = self._read()
         if holder is not None and holder.owner == self._mine.owner:
             self._out.remove(LOCK_NAME)
-
-    def _take(self) -> None:
-        try:
-            self._out.fs.pipe_file(self._path, msgspec.json.encode(self._mine), mode="create")
-            return
-        except OSError:
-            held = self._read()
-            if held is None:
-                raise  # it was no lock that was in the way
-        end = time.monotonic() + (STALE_S if held.place != self._mine.place else 0)
-        while time.monotonic() < end:
-            time.sleep(_LOOK_S)
-            current = self._read()
-            if current is None:
-                break
-            if current != held:
-                self._refuse(current)
-        self._write(self._mine)
-        time.sleep(_SETTLE_S)  # another run may have found it stale at the same moment
-        now = self._read()
-        if now is None or now.owner != self._mine.owner:
-            self._refuse(now or held)
 
     def _refuse(self, held: _Held) -> None:
         raise DatasetError(

@@ -35,6 +35,7 @@ from fuelrail.sharding.planning.recipe import Recipe, recipe_differences
 if TYPE_CHECKING:
     from fuelrail.pipeline.format.index.shards import ShardEntry
     from fuelrail.pipeline.format.manifest import Manifest
+    from fuelrail.pipeline.sample.schema import Mask
     from fuelrail.sharding.output.folder import Output
     from fuelrail.sharding.output.workspace import Workspace
     from fuelrail.sharding.sources.shared.scan_table import ClipInfo, ScanTable
@@ -94,7 +95,7 @@ def run_state(
     recipe: Recipe,
     plan: Plan,
     table: ScanTable,
-    selection: NDArray[np.bool_],
+    selection: Mask,
     clips: Sequence[ClipInfo],
     clips_by_split: Mapping[str, Sequence[int]],
 ) -> RunState:

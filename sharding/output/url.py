@@ -41,9 +41,8 @@ class UrlOutput:
         self.location = url.rstrip("/")
         self.shown = shown_url(self.location)
         self.fs, self._root = filesystem(self.location)
-        self._is_s3 = hasattr(
-            self.fs, "call_s3"
-        )  # its files are put or completed when they are closed
+        # Its files are put or completed when they are closed.
+        self._is_s3 = hasattr(self.fs, "call_s3")
         self.work = (
             default_cache_folder()
             / "sharding"

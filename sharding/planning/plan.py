@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -30,6 +30,9 @@ from fuelrail.sharding.sources.shared.scan_table import (
     ClipInfo,
     ScanTable,
 )
+
+if TYPE_CHECKING:
+    from fuelrail.pipeline.sample.schema import I64, Mask
 
 DEFAULT_SPLIT = "train"
 
@@ -53,7 +56,7 @@ class Plan(NamedTuple):
     split by split.
     """
 
-    rows: NDArray[np.int64]
+    rows: I64
     shards: list[PlannedShard]
 
 
@@ -79,36 +82,14 @@ def assign_splits(
     if splits and not lists:
         ids = {number: clips[number].clip_id for number in numbers}
         return _assign_by_share(ids, splits, recipe.split_seed)
-    named = _assign_by_name(clips, lists or own_splits or {}, must_exist=bool(lists))
-    selected = set(numbers)
-    clips_by_split = {
-        split: [number for number in clip_numbers if number in selected]
-        for split, clip_numbers in named.items()
-    }
-    clips_by_split = {
-        split: clip_numbers for split, clip_numbers in clips_by_split.items() if clip_numbers
-    }
-    check_split_names(clips_by_split)
-    if not clips_by_split:
-        raise ConfigError(
-            f"none of the {len(numbers)} clips is in one of the splits {', '.join(named)}"
-        )
-    return clips_by_split
-
-
-def _assign_by_name(
-    clips: Sequence[ClipInfo],
-    lists: Mapping[str, Sequence[str]],
-    *,
-    must_exist: bool,
-) -> dict[str, list[int]]:
+    listed = lists or own_splits or {}
     # Clip ids are unique in a source, the source's own names need not be; a list may use either.
     split_of: dict[str, str] = {}
-    for split, names in lists.items():
+    for split, names in listed.items():
         for name in names:
             if split_of.setdefault(name, split) != split:
                 raise ConfigError(f"clip '{name}' is in two splits, {split_of[name]} and {split}")
-    clips_by_split: dict[str, list[int]] = {split: [] for split in lists}
+    named: dict[str, list[int]] = {split: [] for split in listed}
     used: set[str] = set()
     for number, clip in enumerate(clips):
         splits_named = {
@@ -121,12 +102,23 @@ def _assign_by_name(
             )
         used |= splits_named.keys()
         if splits_named:
-            clips_by_split[next(iter(splits_named.values()))].append(number)
+            named[next(iter(splits_named.values()))].append(number)
     unknown = [name for name in split_of if name not in used]
-    if must_exist and unknown:
+    if lists and unknown:
         raise ConfigError(
             f"the splits list names clip '{unknown[0]}', which is not in the source "
             f"({len(unknown)} such names)"
+        )
+    selected = set(numbers)
+    clips_by_split = {}
+    for split, clip_numbers in named.items():
+        present_clips = [number for number in clip_numbers if number in selected]
+        if present_clips:
+            clips_by_split[split] = present_clips
+    check_split_names(clips_by_split)
+    if not clips_by_split:
+        raise ConfigError(
+            f"none of the {len(numbers)} clips is in one of the splits {', '.join(named)}"
         )
     return clips_by_split
 
@@ -162,7 +154,7 @@ def _assign_by_share(clips: Mapping[int, str], shares: Splits, seed: int) -> dic
     }
 
 
-def select_rows(table: ScanTable, clips: Sequence[ClipInfo], recipe: Recipe) -> NDArray[np.int64]:
+def select_rows(table: ScanTable, clips: Sequence[ClipInfo], recipe: Recipe) -> I64:
     """Return the selected rows of the scan table, ascending; raises OrderError for an expression
     that is wrong.
 
@@ -171,7 +163,7 @@ def select_rows(table: ScanTable, clips: Sequence[ClipInfo], recipe: Recipe) -> 
     if recipe.select is None:
         return np.arange(len(table), dtype=np.int64)[: recipe.limit]
     ids = pa.array([clip.clip_id for clip in clips])
-    parts: list[NDArray[np.int64]] = []
+    parts: list[I64] = []
     first = 0
     for part in table.attribute_parts():
         named_part = part.append_column("clip_id", ids.take(part[CLIP_NUMBER])).drop_columns(
@@ -191,10 +183,10 @@ def select_rows(table: ScanTable, clips: Sequence[ClipInfo], recipe: Recipe) -> 
 
 
 def make_plan(
-    rows: NDArray[np.int64],
+    rows: I64,
     clip: NDArray[np.int32],
     frame: NDArray[np.int32],
-    size_bytes: NDArray[np.int64],
+    size_bytes: I64,
     clips_by_split: Mapping[str, Sequence[int]],
     recipe: Recipe,
 ) -> Plan:
@@ -205,7 +197,7 @@ def make_plan(
     row at least.
     """
     frames = unit_frames(recipe.order)
-    parts: list[NDArray[np.int64]] = []
+    parts: list[I64] = []
     shards: list[PlannedShard] = []
     position = 0
     for split, clips in clips_by_split.items():
@@ -241,7 +233,7 @@ def make_plan(
     return Plan(np.concatenate(parts), shards)
 
 
-def selection(rows: NDArray[np.int64], num_rows: int) -> NDArray[np.bool_]:
+def selection(rows: I64, num_rows: int) -> Mask:
     """Mark the rows of the scan table that are in the plan."""
     mask = np.zeros(num_rows, np.bool_)
     mask[rows] = True

@@ -93,9 +93,8 @@ _UNITS: Final = {
     "GIB": 1 << 30,
 }
 
-_SPLIT_NAME: Final = re.compile(
-    r"[a-z][a-z0-9_]{0,99}\Z"
-)  # as FORMAT.md has it: shards are named after it
+# As FORMAT.md has it: shards are named after it.
+_SPLIT_NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,99}\Z")
 
 Splits = dict[str, float | list[str]]
 """Split name to its share of the clips, or to the names of its clips."""
@@ -167,9 +166,24 @@ def parse_splits(text: str) -> Splits:
     """
     if not text.strip():
         raise ConfigError("it is empty; write train=0.8,val=0.2, or name a file")
-    if "=" not in text:
-        return _read_splits(Path(text))
     splits: Splits = {}
+    if "=" not in text:
+        problem = f"'{text}' does not map split names to lists of clip names"
+        try:
+            _, value = parse_yaml(read_text(Path(text)), takes_merges=True)
+        except OSError as error:
+            raise ConfigError(
+                f"'{text}' is neither shares such as train=0.8,val=0.2 nor a file that can be "
+                f"read: {error.strerror}"
+            ) from error
+        except ValueError as error:
+            raise ConfigError(f"{problem}: {error}") from error
+        splits.update(convert(value, dict[str, list[str]], problem))
+        try:
+            _check_splits(splits)
+        except ConfigError as error:
+            raise ConfigError(f"'{text}': {error}") from error
+        return splits
     for part in text.split(","):
         name, _, share = part.partition("=")
         name = name.strip()
@@ -180,26 +194,6 @@ def parse_splits(text: str) -> Splits:
         except ValueError as error:
             raise ConfigError(f"{share!r} is not a number; write train=0.8,val=0.2") from error
     _check_splits(splits)
-    return splits
-
-
-def _read_splits(path: Path) -> Splits:
-    problem = f"'{path}' does not map split names to lists of clip names"
-    try:
-        _, value = parse_yaml(read_text(path), takes_merges=True)
-    except OSError as error:
-        raise ConfigError(
-            f"'{path}' is neither shares such as train=0.8,val=0.2 nor a file that can be "
-            f"read: {error.strerror}"
-        ) from error
-    except ValueError as error:
-        raise ConfigError(f"{problem}: {error}") from error
-    lists = convert(value, dict[str, list[str]], problem)
-    splits: Splits = dict(lists)
-    try:
-        _check_splits(splits)
-    except ConfigError as error:
-        raise ConfigError(f"'{path}': {error}") from error
     return splits
 
 

@@ -47,6 +47,7 @@ from fuelrail.sharding.sources.shared.foreign import read_json
 from fuelrail.sharding.sources.shared.times import nearest
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.sample.schema import F32, I64
     from fuelrail.sharding.sources.shared.scan_table import Reference
 
 RING: Final = (
@@ -300,7 +301,7 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
     def _read_map(self, name: str) -> VectorMap:
         return parse_map(read_file(self.files, name), f"map '{self.files.shown}/{name}'")
 
-    def points(self, ref: str) -> NDArray[np.float32]:
+    def points(self, ref: str) -> F32:
         """Read (P, 6): x, y, z [m] in ego at the sweep's time, intensity 0 to 255, laser 0 to 63,
         time since then [s].
 
@@ -310,7 +311,7 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
         columns["offset_ns"] = columns["offset_ns"] * 1e-9
         return np.stack([columns[name] for name in _POINTS], 1).astype(np.float32)
 
-    def _list_stamps(self, folder: str, *parts: str, suffix: str) -> NDArray[np.int64]:
+    def _list_stamps(self, folder: str, *parts: str, suffix: str) -> I64:
         """Return the times in the names of a sensor's files, ascending; none without its folder."""
         names = [name for name in names_in(self.files, folder, *parts) if name.endswith(suffix)]
         texts = [name.removesuffix(suffix) for name in names]
@@ -326,9 +327,45 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
             )
         return np.sort(np.array(texts, np.int64))
 
-    def _find_images(self, folder: str, times: NDArray[np.int64]) -> list[dict[str, Image]]:
+    def _find_images(self, folder: str, times: I64) -> list[dict[str, Image]]:
         """Return for each of these times (F,) [ns] the images by camera."""
-        calibration = self._read_calibration(folder)
+        # What all images of a camera have, by camera.
+        names = [
+            f"{folder}/calibration/{name}.feather"
+            for name in ("intrinsics", "egovehicle_SE3_sensor")
+        ]
+        lenses = read_feather(self.files, names[0], _INTRINSICS)
+        mounts = read_feather(self.files, names[1], {"sensor_name": pa.string(), **_POSE})
+        for table, name in zip((lenses, mounts), names, strict=True):
+            check_unique(
+                table["sensor_name"].tolist(),
+                f"table '{self.files.shown}/{name}'",
+                "the sensor",
+            )
+        where = f"table '{self.files.shown}/{names[1]}'"
+        sensor2ego = pose(stacked(mounts, QUATERNION), stacked(mounts, TRANSLATION), where)
+        by_name = dict(zip(mounts["sensor_name"].tolist(), sensor2ego, strict=True))
+        calibration = {}
+        for row, name in enumerate(lenses["sensor_name"].tolist()):
+            fx, fy, cx, cy, width, height = (
+                lenses[column][row] for column in list(_INTRINSICS)[1:]
+            )
+            k = np.array(
+                [
+                    [fx, 0, cx],
+                    [0, fy, cy],
+                    [0, 0, 1],
+                ]
+            )
+            if name in by_name:
+                calibration[name] = Image(
+                    ref="",
+                    timestamp_ns=0,
+                    intrinsics=k,
+                    cam2ego=by_name[name],
+                    width=int(width),
+                    height=int(height),
+                )
         images: list[dict[str, Image]] = [{} for _ in times]
         num_images = 0
         for name in self._cameras:
@@ -357,42 +394,8 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
             )
         return images
 
-    def _read_calibration(self, folder: str) -> dict[str, Image]:
-        """Return what all images of a camera have, by camera."""
-        names = [
-            f"{folder}/calibration/{name}.feather"
-            for name in ("intrinsics", "egovehicle_SE3_sensor")
-        ]
-        lenses = read_feather(self.files, names[0], _INTRINSICS)
-        mounts = read_feather(self.files, names[1], {"sensor_name": pa.string(), **_POSE})
-        for table, name in zip((lenses, mounts), names, strict=True):
-            check_unique(
-                table["sensor_name"].tolist(),
-                f"table '{self.files.shown}/{name}'",
-                "the sensor",
-            )
-        where = f"table '{self.files.shown}/{names[1]}'"
-        sensor2ego = pose(stacked(mounts, QUATERNION), stacked(mounts, TRANSLATION), where)
-        by_name = dict(zip(mounts["sensor_name"].tolist(), sensor2ego, strict=True))
-        calibrations = {}
-        for row, name in enumerate(lenses["sensor_name"].tolist()):
-            fx, fy, cx, cy, width, height = (
-                lenses[column][row] for column in list(_INTRINSICS)[1:]
-            )
-            k = np.array([[fx, 0, cx], [0, fy, cy], [0, 0, 1]])
-            if name in by_name:
-                calibrations[name] = Image(
-                    ref="",
-                    timestamp_ns=0,
-                    intrinsics=k,
-                    cam2ego=by_name[name],
-                    width=int(width),
-                    height=int(height),
-                )
-        return calibrations
 
-
-def matched(stamps: NDArray[np.int64], times: NDArray[np.int64], match: str) -> NDArray[np.intp]:
+def matched(stamps: I64, times: I64, match: str) -> NDArray[np.intp]:
     """Return for each time (F,) [ns] of a sweep the number of the image, -1 for none; ``stamps``
     (I,) [ns] ascend.
 

@@ -404,7 +404,17 @@ class LeRobot(VideoSource[VideoSettings]):
         episode = self._of[clip.name]
         info = self._meta.info
         where = f"table '{self.files.shown}/{episode.data}'"
-        table = self._read_table(episode.data)
+        # The last table is kept, for v3 has many episodes in a file.
+        if episode.data not in self._last:
+            self._last.clear()
+            with (
+                open_parquet(self.files, episode.data) as file,
+                parsing(f"table '{self.files.shown}/{episode.data}'"),
+            ):
+                selected = {*_OWN_COLUMNS, *self._meta.values.values()}
+                stored = [name for name in file.schema_arrow.names if name in selected]
+                self._last[episode.data] = file.read(stored, use_threads=False)
+        table = self._last[episode.data]
         numbers = _read_array(table, "episode_index", (), where)
         rows = np.flatnonzero(numbers == episode.number)
         frame_index = _read_array(table, "frame_index", (), where)[rows]
@@ -417,9 +427,8 @@ class LeRobot(VideoSource[VideoSettings]):
         part = table.take(rows)
         times_s = _read_array(part, "timestamp", (), where).astype(np.float64)
         exact_s = frame_index / info.fps
-        times_s = np.where(
-            abs(times_s - exact_s) < 1e-4, exact_s, times_s
-        )  # float32 is off by up to 1e-5 s at 100 s
+        # A float32 is off by up to 1e-5 s at 100 s.
+        times_s = np.where(abs(times_s - exact_s) < 1e-4, exact_s, times_s)
         tasks = _read_array(part, "task_index", (), where).tolist()
         columns: dict[str, Any] = {}
         for name, feature in self._meta.values.items():
@@ -518,25 +527,6 @@ class LeRobot(VideoSource[VideoSettings]):
                     f"images of '{shortened(name)}' can be read: {fault}"
                 )
         return heads
-
-    def _read_table(self, name: str) -> pa.Table:
-        """Read a file's columns but images; that of the last one is kept, for v3 has many
-        episodes in a file.
-        """
-        if name not in self._last:
-            self._last.clear()
-            with (
-                open_parquet(self.files, name) as file,
-                parsing(f"table '{self.files.shown}/{name}'"),
-            ):
-                selected = {*_OWN_COLUMNS, *self._meta.values.values()}
-                columns = [
-                    column_name
-                    for column_name in file.schema_arrow.names
-                    if column_name in selected
-                ]
-                self._last[name] = file.read(columns, use_threads=False)
-        return self._last[name]
 
     def make_images(self, refs: Sequence[str]) -> Iterator[tuple[str, bytes]]:
         """Decode frames of video, and read images of the Parquet files, each once."""

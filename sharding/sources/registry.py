@@ -140,12 +140,17 @@ def parse_source(text: str, options: dict[str, Any]) -> SourceSpec:
     kind, _, location = text.partition(":")
     is_plain_url = location.startswith("//") and kind not in _kinds()
     if not location or is_plain_url:
-        guess = None if is_plain_url else _guess_kind(Path(text))
-        example = f", such as nuscenes:{text if is_plain_url else '/data/nuscenes'}"
+        hint = f", such as nuscenes:{text if is_plain_url else '/data/nuscenes'}"
+        place = Path(text)
+        for name, patterns in CONTENTS.items() if not is_plain_url else ():
+            if any(
+                place.match(pattern) if place.is_file() else any(place.glob(pattern))
+                for pattern in patterns
+            ):
+                hint = f"; its content looks like {name}:{text}"
+                break
         raise ConfigError(
-            f"source {text!r} must be "
-            f"KIND:PATH{f'; its content looks like {guess}:{text}' if guess else example}; known "
-            f"kinds: {_listed(_kinds())}"
+            f"source {text!r} must be KIND:PATH{hint}; known kinds: {_listed(_kinds())}"
         )
     _entry(kind, f"source {text!r} has the")
     return SourceSpec(kind, location, options)
@@ -213,7 +218,21 @@ def options_of_texts(kind: str, pairs: Iterable[str]) -> dict[str, Any]:
             )
         if name in values:
             raise ConfigError(f"-o {name} is given twice: {values[name]!r} and {text!r}")
-        values[name] = _parse_value(text, types[name], f"-o {pair}")
+        try:
+            value: Any = text
+            if text[:1] in ("[", "{"):
+                _, value = parse_yaml(text, takes_merges=False)
+            values[name] = msgspec.to_builtins(msgspec.convert(value, types[name], strict=False))
+        except msgspec.ValidationError as error:
+            fault = fault_in_words(error)
+            if fault.endswith("is not allowed"):
+                names = dict.fromkeys(_type_name(inspect.type_info(types[name]), {}))
+                fault += f"; allowed are {', '.join(names)}"
+            raise ConfigError(f"-o {pair}: {fault}") from error
+        except ValueError as error:
+            raise ConfigError(
+                f"{shortened(f'-o {pair}')}: the value is not YAML: {error}"
+            ) from error
     return values
 
 
@@ -225,46 +244,50 @@ def sources(kind: str | None = None) -> list[SourceKind]:
     """
     kinds = _kinds()
     chosen = sorted(kinds.values()) if kind is None else [_entry(kind)]
-    return [_described(entry) for entry in chosen]
-
-
-def _described(entry: EntryPoint) -> SourceKind:
-    package = _package(entry)
-    try:
-        kind = _load(entry)
-    except ConfigError as error:
-        return SourceKind(
-            kind=entry.name,
-            summary=str(error),
-            package=package,
-            missing=[],
-            options=[],
-        )
-    info = inspect.type_info(kind.settings)
-    assert isinstance(info, inspect.StructType), "settings are a struct"
-    options = []
-    for field in info.fields:
-        meta: dict[str, Any] = {}
-        type_text = " or ".join(dict.fromkeys(_type_name(field.type, meta)))
-        default = (
-            "none" if field.default in (None, msgspec.NODEFAULT, "", ()) else f"{field.default}"
-        )
-        described = str(meta.get("description", ""))
-        options.append(
-            SourceOption(
-                name=field.name,
-                type=type_text,
-                default=default.lower(),
-                description=described,
+    described = []
+    for entry in chosen:
+        package = _package(entry)
+        try:
+            source = _load(entry)
+        except ConfigError as error:
+            described.append(
+                SourceKind(
+                    kind=entry.name,
+                    summary=str(error),
+                    package=package,
+                    missing=[],
+                    options=[],
+                )
+            )
+            continue
+        info = inspect.type_info(source.settings)
+        assert isinstance(info, inspect.StructType), "settings are a struct"
+        options = []
+        for field in info.fields:
+            meta: dict[str, Any] = {}
+            type_text = " or ".join(dict.fromkeys(_type_name(field.type, meta)))
+            description = str(meta.get("description", ""))
+            if not description:
+                continue
+            is_unset = field.default in (None, msgspec.NODEFAULT, "", ())
+            options.append(
+                SourceOption(
+                    name=field.name,
+                    type=type_text,
+                    default="none" if is_unset else f"{field.default}".lower(),
+                    description=description,
+                )
+            )
+        described.append(
+            SourceKind(
+                kind=entry.name,
+                summary=(source.__doc__ or "").strip().partition("\n")[0],
+                package=package,
+                missing=_list_missing(source),
+                options=options,
             )
         )
-    return SourceKind(
-        kind=entry.name,
-        summary=(kind.__doc__ or "").strip().partition("\n")[0],
-        package=package,
-        missing=_list_missing(kind),
-        options=[option for option in options if option.description],
-    )
+    return described
 
 
 def _type_name(kind: inspect.Type, meta: dict[str, Any]) -> list[str]:
@@ -290,23 +313,6 @@ def _type_name(kind: inspect.Type, meta: dict[str, Any]) -> list[str]:
     return [plain.get(name, "list" if name in ("ListType", "VarTupleType") else "mapping")]
 
 
-def _parse_value(text: str, kind: Any, where: str) -> Any:
-    """Return the value of an option's text, as plain data."""
-    try:
-        if text[:1] in ("[", "{"):
-            _, value = parse_yaml(text, takes_merges=False)
-            return msgspec.to_builtins(msgspec.convert(value, kind, strict=False))
-        return msgspec.to_builtins(msgspec.convert(text, kind, strict=False))
-    except msgspec.ValidationError as error:
-        fault = fault_in_words(error)
-        if fault.endswith("is not allowed"):
-            names = dict.fromkeys(_type_name(inspect.type_info(kind), {}))
-            fault += f"; allowed are {', '.join(names)}"
-        raise ConfigError(f"{where}: {fault}") from error
-    except ValueError as error:
-        raise ConfigError(f"{shortened(where)}: the value is not YAML: {error}") from error
-
-
 def _kinds() -> dict[str, EntryPoint]:
     """Return all kinds by name; Fuelrail's own come first where a plug-in has the same name."""
     plugins = {entry.name: entry for entry in entry_points(group=GROUP)}
@@ -317,9 +323,8 @@ def _kinds() -> dict[str, EntryPoint]:
 
 
 def _listed(names: Iterable[str]) -> str:
-    return ", ".join(
-        sorted(name for name in names if name != "fuelrail")
-    )  # a dataset goes to `fuelrail reshard`
+    # A dataset goes to `fuelrail reshard`.
+    return ", ".join(sorted(name for name in names if name != "fuelrail"))
 
 
 def _entry(kind: str, where: str = "this names an") -> EntryPoint:
@@ -364,10 +369,8 @@ def check_place(spec: SourceSpec) -> None:
         return
     except FileNotFoundError:
         pass
-    except (
-        OSError,
-        ValueError,
-    ) as error:  # a name that is too long, or holds a zero
+    except (OSError, ValueError) as error:
+        # The name is too long, or holds a zero.
         problem = f"cannot be read: {getattr(error, 'strerror', None) or error}"
     raise SourceError(f"source '{shortened(f'{spec.kind}:{spec.location}')}' {problem}")
 
@@ -393,17 +396,6 @@ def _has_any(place: Path, patterns: Iterable[str]) -> bool:
         return any(any(place.glob(pattern)) for pattern in patterns)
     except OSError:
         return False
-
-
-def _guess_kind(place: Path) -> str | None:
-    """Return the kind whose files a local folder or file looks like."""
-    for kind, patterns in CONTENTS.items():
-        if any(
-            place.match(pattern) if place.is_file() else any(place.glob(pattern))
-            for pattern in patterns
-        ):
-            return kind
-    return None
 
 
 def _list_missing(kind: Any) -> list[str]:

@@ -282,11 +282,19 @@ class _Reader(NamedTuple):
             if isinstance(json, dict)
             else json
         )
-        for name, value in _iter_leaves(rest, self.given.meta):
-            target = values if isinstance(value, list) else attributes
-            if name in target:
-                left_out.append(f"{name} of the JSON left out, another value has this name")
-            target.setdefault(name, value)
+        # Numbers, texts and lists by their path, joined by _, in lower case.
+        pending = [("", rest)]
+        while pending:
+            path, value = pending.pop()
+            if isinstance(value, dict):
+                for key, part in value.items():
+                    pending.append((f"{path}_{key}".lower() if path else key.lower(), part))
+            elif value is not None:
+                name = path or self.given.meta
+                target = values if isinstance(value, list) else attributes
+                if name in target:
+                    left_out.append(f"{name} of the JSON left out, another value has this name")
+                target.setdefault(name, value)
         return _Values(values, attributes, left_out)
 
 
@@ -617,22 +625,6 @@ def _make_ref(sample: _Sample, member: Member) -> str:
         if plain
         else f"{MADE_PREFIX}{sample.tar}#{member.name}"
     )
-
-
-def _iter_leaves(value: Any, root: str) -> Iterator[tuple[str, Any]]:
-    """Yield numbers, texts and lists in JSON by their path, joined by _, in lower case; ``root``
-    names the root.
-    """
-    pending = [("", value)]
-    while pending:
-        path, item = pending.pop()
-        if isinstance(item, dict):
-            pending += [
-                (f"{path}_{key}".lower() if path else key.lower(), part)
-                for key, part in item.items()
-            ]
-        elif item is not None:
-            yield path or root, item
 
 
 def _find_cameras(members: dict[str, Member]) -> dict[str, str]:

@@ -11,11 +11,10 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from fuelrail.pipeline.cli import counted
 from fuelrail.pipeline.errors import ConfigError, DatasetError
@@ -27,6 +26,9 @@ from fuelrail.pipeline.storage.files import published, read_file
 from fuelrail.pipeline.storage.filesystem import filesystem, is_url, shown_url
 from fuelrail.pipeline.storage.retry import fault_of
 from fuelrail.pipeline.text import Printed, escaped
+
+if TYPE_CHECKING:
+    from fuelrail.pipeline.sample.schema import I64
 
 TAGS_FILE: Final = "tags.json"
 
@@ -244,7 +246,7 @@ def dataset_diff(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Datase
     )
 
 
-def _list_keys(dataset: Dataset, rows: NDArray[np.int64]) -> Keys:
+def _list_keys(dataset: Dataset, rows: I64) -> Keys:
     return Keys(
         count=len(rows),
         first=tuple(dataset.index.row(row).key for row in rows[:_MAX_SHOWN].tolist()),
@@ -286,10 +288,8 @@ def read_tags(dataset: str | os.PathLike[str]) -> tuple[str, ...]:
                 data = store.cat_file(f"{folder}/{TAGS_FILE}", start=0, end=_MAX_TAGS_BYTES)
             except Exception as error:
                 fault = fault_of(error)
-                if fault.kind in (
-                    "missing",
-                    "refused",
-                ):  # a store may refuse what is not there
+                if fault.kind in ("missing", "refused"):
+                    # A store may refuse what is not there.
                     return ()
                 raise DatasetError(
                     f"'{shown_url(str(dataset))}/{TAGS_FILE}' cannot be read ({fault.text})"

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 import xxhash
@@ -53,7 +53,6 @@ from fuelrail.pipeline.format.layers import (
 from fuelrail.pipeline.format.manifest import (
     MANIFEST_FILE,
     FileEntry,
-    Manifest,
     load_manifest,
 )
 from fuelrail.pipeline.runtime.workers import in_threads
@@ -64,9 +63,6 @@ from fuelrail.sharding.output.folder import file_is
 from fuelrail.sharding.output.url import UrlOutput
 from fuelrail.sharding.verify.shard import Fault, ShardCheck, make_check
 from fuelrail.sharding.write.layers.finish import scalar_channels
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 _ROWS_AT_ONCE: Final = 1 << 16
 
@@ -157,9 +153,8 @@ def verify(
                 dataset,
                 dictionary=load_dictionary(folder, manifest, dataset.index),
             )
-        except (
-            ManifestError
-        ) as error:  # then members are not decoded: each of them would be a fault
+        except ManifestError as error:
+            # Members are not decoded then: each of them would be a fault.
             report.faults.append(Fault(DICTIONARY_FILE, str(error)))
             deep = False
 
@@ -312,8 +307,19 @@ def _check_attributes(dataset: Dataset) -> list[Fault]:
     entries = sorted(dataset.manifest.splits.items(), key=lambda item: item[1].first_sample)
     splits = [name for name, entry in entries for _ in range(entry.num_samples)]
     try:
-        if text := _find_broken_columns(file.schema(len(index)), dataset.manifest):
-            return [Fault(ATTRIBUTES_FILE, text)]
+        schema = file.schema(len(index))
+        if isinstance(dataset.manifest, LayerManifest):
+            fields = [field for field in schema if field.name not in INDEXED]
+            scalars = scalar_channels(dataset.manifest.channels)
+            if {field.name: field.type for field in fields} != scalars:
+                text = (
+                    f"has the columns {shortened(fields)} beside {', '.join(INDEXED)}; the "
+                    f"channels of the layer make {scalars}"
+                )
+                return [Fault(ATTRIBUTES_FILE, text)]
+        absent = [name for name in INDEXED if name not in schema.names]
+        if absent:
+            return [Fault(ATTRIBUTES_FILE, f"has no column '{absent[0]}'")]
         for batch in file.batches(INDEXED):
             end = row + len(batch)
             for name, column in zip(INDEXED, batch.columns, strict=True):
@@ -343,21 +349,6 @@ def _check_attributes(dataset: Dataset) -> list[Fault]:
         if row == len(index)
         else [Fault(ATTRIBUTES_FILE, f"has {row} rows, the index {len(index)}")]
     )
-
-
-def _find_broken_columns(schema: pa.Schema, manifest: Manifest) -> str | None:
-    """Return why these columns are not those of the attributes of a dataset or a layer; None
-    where they are.
-    """
-    fields = [field for field in schema if field.name not in INDEXED]
-    expected = scalar_channels(manifest.channels) if isinstance(manifest, LayerManifest) else None
-    if expected is not None and {field.name: field.type for field in fields} != expected:
-        return (
-            f"has the columns {shortened(fields)} beside {', '.join(INDEXED)}; the channels of "
-            f"the layer make {expected}"
-        )
-    absent = [name for name in INDEXED if name not in schema.names]
-    return f"has no column '{absent[0]}'" if absent else None
 
 
 def _check_layer_rows(layer: Dataset) -> list[Fault]:

@@ -174,10 +174,11 @@ def _format_statistics(
     rows = []
     for split, of_split in numbers.items():
         for name, channel_numbers in of_split.items():
+            # None is NaN.
             arrays = {
                 statistic: np.ravel(np.array(channel_numbers[statistic], np.float64))
                 for statistic in _SHOWN_STATISTICS
-            }  # None is NaN
+            }
             said = (
                 " ".join(f"{value:.4g}" for value in values[:_SHOWN_VALUES])
                 for values in arrays.values()
@@ -335,7 +336,7 @@ def _sample_facts(dataset: Dataset, sample: Sample) -> list[tuple[str, str]]:
             "tags",
             ", ".join(f"{name}={value}" for name, value in meta.tags.items()) or "none",
         ),
-        ("ego", _format_vector(sample.geometry.ego2global[:3, 3], "m")),
+        ("ego", _format_metres(sample.geometry.ego2global[:3, 3])),
         ("boxes", boxes),
     ]
 
@@ -355,7 +356,7 @@ def _make_sensor_tables(dataset: Dataset, sample: Sample) -> list[Table]:
                 f"{late_ms:+.1f} ms",
                 f"{k[0, 0]:.1f} {k[1, 1]:.1f}",
                 f"{k[0, 2]:.1f} {k[1, 2]:.1f}",
-                _format_vector(geometry.cam2ego[number, :3, 3], "m"),
+                _format_metres(geometry.cam2ego[number, :3, 3]),
             )
         )
     points = [
@@ -482,37 +483,37 @@ def _values_said(counts: Counter[Any]) -> str:
     return examples if len(counts) <= _SHOWN_VALUES else f"{count_text} values, such as {examples}"
 
 
-def _format_vector(values: np.ndarray[Any, Any], unit: str) -> str:
-    return " ".join(f"{value:.2f}" for value in values) + f" {unit}"
+def _format_metres(values: np.ndarray[Any, Any]) -> str:
+    return " ".join([*(f"{value:.2f}" for value in values), "m"])
 
 
 def _format_page(*tables: Table) -> str:
-    """Return the tables one below the other, without those that have no rows."""
-    return "\n\n".join(_format_table(*table) for table in tables if table[1]) + "\n"
+    """Return the tables one below the other, without those that have no rows.
 
-
-def _format_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Align columns to the left, two spaces apart; the last one has several lines where it is
+    Columns are aligned to the left, two spaces apart; the last one has several lines where it is
     long.
     """
-    every = [
-        [shortened(cell, _MAX_CELL) for cell in row]
-        for row in ([titles, *rows] if titles else rows)
-    ]
-    columns = list(zip(*every, strict=True))[:-1]
-    widths = [max(map(len, column)) for column in columns]
-    indent = sum(widths) + 2 * len(widths)
-    lines = []
-    for *cells, last in every:
-        first, *more = textwrap.wrap(
-            last,
-            max(_MAX_WIDTH - indent, 40),
-            break_long_words=False,
-            break_on_hyphens=False,
-        ) or [""]
-        row = "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
-        lines += [
-            f"{row}  {first}".rstrip(),
-            *(" " * indent + text for text in more),
+    texts = []
+    for titles, rows in tables:
+        if not rows:
+            continue
+        every = [
+            [shortened(cell, _MAX_CELL) for cell in row]
+            for row in ([titles, *rows] if titles else rows)
         ]
-    return "\n".join(lines)
+        columns = list(zip(*every, strict=True))[:-1]
+        widths = [max(map(len, column)) for column in columns]
+        indent = sum(widths) + 2 * len(widths)
+        lines = []
+        for *cells, last in every:
+            first, *more = textwrap.wrap(
+                last,
+                max(_MAX_WIDTH - indent, 40),
+                break_long_words=False,
+                break_on_hyphens=False,
+            ) or [""]
+            row = "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
+            lines.append(f"{row}  {first}".rstrip())
+            lines += [" " * indent + text for text in more]
+        texts.append("\n".join(lines))
+    return "\n\n".join(texts) + "\n"

@@ -54,7 +54,6 @@ from fuelrail.pipeline.runtime.workers import one_at_a_time
 from fuelrail.pipeline.sample.schema import (
     IMAGE_EXTENSIONS,
     META,
-    Meta,
     decode_sample,
 )
 from fuelrail.pipeline.storage.files import open_file, read_file
@@ -214,63 +213,76 @@ class ShardCheck:
         return True
 
     def _check_content(self, row: IndexRow, span: memoryview) -> None:
-        if self._deep:
-            _, _, stored_bytes, raw_bytes = row.columns()
-            with one_at_a_time(sum(stored_bytes) + sum(raw_bytes)):
-                self._decode(row, span)
-
-    def _decode(self, row: IndexRow, span: memoryview) -> None:
-        try:
-            check_key(row.key)
-            dictionary = None if self._dataset is None else self._dataset.dictionary
-            name = self.shard.name
-            check_digests(
-                row,
-                open_span(row, span, name) if is_framed(name) else span,
-                name,
-            )
-            members = read_members(row, span, name, dictionary=dictionary)
-            if isinstance(self._manifest, LayerManifest):
-                self._check_layer(row, members)
-                return
-            sample = decode_sample(row.key, members, self._rig.fields)
-            if (twice := repeated_key(bytes(members[META]), sample.meta)) is not None:
-                self._fault(
-                    f"member '{META}': the key '{shortened(twice)}' occurs twice in an object",
-                    row.offset,
-                    row.key,
+        if not self._deep:
+            return
+        _, _, stored_bytes, raw_bytes = row.columns()
+        with one_at_a_time(sum(stored_bytes) + sum(raw_bytes)):
+            try:
+                check_key(row.key)
+                dictionary = None if self._dataset is None else self._dataset.dictionary
+                name = self.shard.name
+                check_digests(
+                    row,
+                    open_span(row, span, name) if is_framed(name) else span,
+                    name,
                 )
-            for text in _find_contradictions(row, sample.meta, self._manifest, self.shard.split):
-                self._fault(text, row.offset, row.key)
-            for member, text in broken_rules(
-                sample, [entry.name for entry in row.members], self._rig
-            ):
-                self._fault(f"member '{member}': {text}", row.offset, row.key)
-            sizes = {
-                name: (camera.width, camera.height) for name, camera in sample.meta.cameras.items()
-            }
-            sizes = {name: size for name, size in sizes.items() if name in sample.images}
-            for member, text in check_members(
-                members, self._manifest.extra_channels, sizes, deep=True
-            ):
-                self._fault(f"member '{member}': {text}", row.offset, row.key)
-            for entry in row.members:
-                channel, _, extension = entry.name.partition(".")
-                if extension in IMAGE_EXTENSIONS and entry.name not in self._rig.fields:
-                    camera = sample.meta.cameras.get(channel)
-                    size = None if camera is None else (camera.width, camera.height)
-                    check_pixels(
-                        members[entry.name],
-                        extension,
-                        size,
-                        key=row.key,
-                        member=entry.name,
+                members = read_members(row, span, name, dictionary=dictionary)
+                if isinstance(self._manifest, LayerManifest):
+                    self._check_layer(row, members)
+                    return
+                sample = decode_sample(row.key, members, self._rig.fields)
+                if (twice := repeated_key(bytes(members[META]), sample.meta)) is not None:
+                    self._fault(
+                        f"member '{META}': the key '{shortened(twice)}' occurs twice in an object",
+                        row.offset,
+                        row.key,
                     )
-                    self.num_images += 1
-                    if size is not None and channel in self.sizes:
-                        self.sizes[channel].add(size)
-        except FuelrailError as error:
-            self._fault(str(error), row.offset, row.key)
+                meta = sample.meta
+                for field, stated, expected in (
+                    ("key", meta.key, row.key),
+                    ("clip_id", meta.clip_id, row.clip_id),
+                    ("frame_idx", meta.frame_idx, row.frame),
+                    ("timestamp_ns", meta.timestamp_ns, row.timestamp_ns),
+                    ("split", meta.split, self.shard.split),
+                    ("dataset", meta.dataset, self._manifest.name),
+                ):
+                    if stated != expected:
+                        self._fault(
+                            f"meta.json has the {field} {stated!r}, index and manifest have "
+                            f"{expected!r}",
+                            row.offset,
+                            row.key,
+                        )
+                for member, text in broken_rules(
+                    sample, [entry.name for entry in row.members], self._rig
+                ):
+                    self._fault(f"member '{member}': {text}", row.offset, row.key)
+                sizes = {
+                    name: (camera.width, camera.height)
+                    for name, camera in sample.meta.cameras.items()
+                }
+                sizes = {name: size for name, size in sizes.items() if name in sample.images}
+                for member, text in check_members(
+                    members, self._manifest.extra_channels, sizes, deep=True
+                ):
+                    self._fault(f"member '{member}': {text}", row.offset, row.key)
+                for entry in row.members:
+                    channel, _, extension = entry.name.partition(".")
+                    if extension in IMAGE_EXTENSIONS and entry.name not in self._rig.fields:
+                        camera = sample.meta.cameras.get(channel)
+                        size = None if camera is None else (camera.width, camera.height)
+                        check_pixels(
+                            members[entry.name],
+                            extension,
+                            size,
+                            key=row.key,
+                            member=entry.name,
+                        )
+                        self.num_images += 1
+                        if size is not None and channel in self.sizes:
+                            self.sizes[channel].add(size)
+            except FuelrailError as error:
+                self._fault(str(error), row.offset, row.key)
 
     @cached_property
     def _stated(self) -> pa.Table:
@@ -368,7 +380,28 @@ class _FramedCheck(ShardCheck):
                     self._check_content(row, stored)
             position += row.length
             self.num_samples += 1
-        self._check_end(view, position, table)
+        if table is None:
+            return
+        last = table[-1] if table else Frame(0, 0, 0)
+        if (last.offset, last.raw_bytes) != (position, len(END_OF_ARCHIVE)):
+            self._fault(
+                f"the index covers {position} bytes of frames, the archive's end is at "
+                f"{last.offset}",
+                position,
+            )
+            return
+        try:
+            end = decode_frame(
+                view[position : position + last.stored_bytes],
+                last.raw_bytes,
+                shard=self.shard.name,
+                offset=position,
+            )
+        except ShardError as error:
+            self._fault(error.message, error.offset)
+            return
+        if end != END_OF_ARCHIVE:
+            self._fault("the last frame is not the end of the archive", position)
 
     def _read_members(
         self, stored: memoryview, frame: Frame, key: str | None = None
@@ -393,31 +426,6 @@ class _FramedCheck(ShardCheck):
             )
         return None
 
-    def _check_end(self, view: memoryview, position: int, table: list[Frame] | None) -> None:
-        """Check the end of the file: a frame with the end of the archive, and the seek table."""
-        if table is None:
-            return
-        last = table[-1] if table else Frame(0, 0, 0)
-        if (last.offset, last.raw_bytes) != (position, len(END_OF_ARCHIVE)):
-            self._fault(
-                f"the index covers {position} bytes of frames, the archive's end is at "
-                f"{last.offset}",
-                position,
-            )
-            return
-        try:
-            end = decode_frame(
-                view[position : position + last.stored_bytes],
-                last.raw_bytes,
-                shard=self.shard.name,
-                offset=position,
-            )
-        except ShardError as error:
-            self._fault(error.message, error.offset)
-            return
-        if end != END_OF_ARCHIVE:
-            self._fault("the last frame is not the end of the archive", position)
-
 
 def make_check(
     folder: Path,
@@ -430,19 +438,3 @@ def make_check(
     """Return the check that fits a shard, which is given with its number."""
     check = _FramedCheck if is_framed(shard[1].name) else ShardCheck
     return check(folder, manifest, shard, dataset, deep=deep)
-
-
-def _find_contradictions(
-    row: IndexRow, meta: Meta, manifest: Manifest, split: str
-) -> Iterator[str]:
-    """Yield the differences of a sample's metadata from index and manifest."""
-    for name, stated, expected in (
-        ("key", meta.key, row.key),
-        ("clip_id", meta.clip_id, row.clip_id),
-        ("frame_idx", meta.frame_idx, row.frame),
-        ("timestamp_ns", meta.timestamp_ns, row.timestamp_ns),
-        ("split", meta.split, split),
-        ("dataset", meta.dataset, manifest.name),
-    ):
-        if stated != expected:
-            yield f"meta.json has the {name} {stated!r}, index and manifest have {expected!r}"

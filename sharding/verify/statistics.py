@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from fuelrail.pipeline.format.dataset import Dataset
+    from fuelrail.pipeline.sample.schema import I64, Mask
 
 STATISTICS_FILE: Final = "statistics.json"
 """Beside the manifest. It is not part of the dataset: no digest covers it."""
@@ -83,9 +84,8 @@ def _compute_split_statistics(dataset: Dataset, split: str) -> dict[str, dict[st
     for row in rows if forms else ():
         for name, value in dataset.read(row, list(forms)).items():
             if name in series and clips is not None:
-                pending[name].append(
-                    value[VALUES][_select_new_measurements(clips, row - rows.start, value[TIMES])]
-                )
+                is_new = _select_new_measurements(clips, row - rows.start, value[TIMES])
+                pending[name].append(value[VALUES][is_new])
             else:
                 pending[name].append(value[None])
         if row % _AT_ONCE == _AT_ONCE - 1 or row == rows[-1]:
@@ -95,12 +95,11 @@ def _compute_split_statistics(dataset: Dataset, split: str) -> dict[str, dict[st
                     values.clear()
     file = dataset.attributes_file()
     schema = file.schema(len(dataset.index)) if file.exists else pa.schema([])
-    names = [
-        item.name
-        for item in schema
-        if item.name not in (*TEXTS, "frame", "timestamp_ns")
-        and (pa.types.is_integer(item.type) or pa.types.is_floating(item.type))
-    ]
+    names = []
+    for field in schema:
+        is_number = pa.types.is_integer(field.type) or pa.types.is_floating(field.type)
+        if is_number and field.name not in (*TEXTS, "frame", "timestamp_ns"):
+            names.append(field.name)
     for batch in file.batches(names, rows) if names else ():
         for name, column in zip(names, batch.columns, strict=True):
             values = column.cast(pa.float64()).to_numpy(zero_copy_only=False)
@@ -108,17 +107,19 @@ def _compute_split_statistics(dataset: Dataset, split: str) -> dict[str, dict[st
     return {name: of_one.result() for name, of_one in numbers.items()}
 
 
-def _select_new_measurements(
-    clips: ClipTable, sample: int, times: NDArray[np.int64]
-) -> NDArray[np.bool_]:
+def _select_new_measurements(clips: ClipTable, sample: int, times: I64) -> Mask:
     """Return which measurements of a part of a series no other sample counts: those since the
     sample before.
     """
     rank = int(clips.ranks[sample])
     first, end = (int(bound) for bound in clips.bounds(np.array(rank)))
     assert clips.times_ns is not None
-    after = np.ones(len(times), bool) if rank == first else times > clips.times_ns[rank - 1]
-    return after if rank == end - 1 else after & (times <= clips.times_ns[rank])
+    is_new = np.ones(len(times), bool)
+    if rank > first:
+        is_new &= times > clips.times_ns[rank - 1]
+    if rank < end - 1:
+        is_new &= times <= clips.times_ns[rank]
+    return is_new
 
 
 class _Numbers:
@@ -127,7 +128,9 @@ class _Numbers:
     def __init__(self, shape: tuple[int | None, ...]) -> None:
         self._shape = tuple(side or 0 for side in shape)
         width = math.prod(self._shape)
-        self._count, self._mean, self._squares = (np.zeros(width) for _ in range(3))
+        self._count = np.zeros(width)
+        self._mean = np.zeros(width)
+        self._squares = np.zeros(width)
         self._min = np.full(width, np.inf)
         self._max = np.full(width, -np.inf)
         self._kept = np.empty((0, width))
@@ -151,9 +154,8 @@ class _Numbers:
         highest = np.where(is_there, rows, -np.inf).max(0, initial=-np.inf)
         self._min = np.fmin(self._min, lowest)
         self._max = np.fmax(self._max, highest)
-        self._kept = np.concatenate(
-            [self._kept, rows[-self._num_seen % self._stride :: self._stride]]
-        )
+        first = -self._num_seen % self._stride
+        self._kept = np.concatenate([self._kept, rows[first :: self._stride]])
         self._num_seen += len(rows)
         while self._kept.size > _MOST_KEPT:
             self._kept = self._kept[::2]
@@ -164,22 +166,18 @@ class _Numbers:
         number.
         """
         is_there = self._count > 0
-        values = (
-            np.where(is_there, self._kept, 0) if len(self._kept) else np.zeros((1, len(is_there)))
-        )
+        values = np.zeros((1, len(is_there)))
+        if len(self._kept):
+            values = np.where(is_there, self._kept, 0)
+        quantiles = np.nanquantile(values, [*_QUANTILES.values()], axis=0)
         statistics = {
             "count": self._count,
             "mean": self._mean,
             "std": np.sqrt(self._squares / np.maximum(self._count, 1)),
+            "min": self._min,
+            "max": self._max,
+            **dict(zip(_QUANTILES, quantiles, strict=True)),
         }
-        statistics |= {"min": self._min, "max": self._max}
-        statistics |= dict(
-            zip(
-                _QUANTILES,
-                np.nanquantile(values, [*_QUANTILES.values()], axis=0),
-                strict=True,
-            )
-        )
         lists = {}
         for name, array in statistics.items():
             is_absent = np.isnan(array) if name == "count" else np.isnan(array) | ~is_there

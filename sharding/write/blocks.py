@@ -70,9 +70,8 @@ class BlockWriter:
         if len(views) > _MOST_PIECES:
             views = [memoryview(b"".join(views))]
         written = os.writev(self._file.fileno(), views)
-        if written < sum(
-            map(len, views)
-        ):  # a signal came, or the disk is full: the next call says so
+        if written < sum(map(len, views)):
+            # A signal came, or the disk is full: the next call says so.
             rest = memoryview(b"".join(views))[written:]
             while rest:
                 rest = rest[os.write(self._file.fileno(), rest) :]

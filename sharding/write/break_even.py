@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,6 @@ from fuelrail.sharding.write.images import stored_size
 
 if TYPE_CHECKING:
     from fuelrail.sharding.sources.adapter.source import FrameSource
-    from fuelrail.sharding.sources.shared.files import SourceFiles
     from fuelrail.sharding.sources.shared.scan_table import ScanTable
 
 # that are measured
@@ -76,11 +74,28 @@ def break_even(
     """
     refs = (member.ref for number in range(len(table)) for member in table.row(number).members)
     made_refs = (ref.removeprefix(MADE_PREFIX) for ref in refs if ref.startswith(MADE_PREFIX))
-    videos = (
-        source.videos(made_refs, _FRAMES)
-        if isinstance(source, OwnVideos)
-        else _find_videos(source.files, made_refs)
-    )
+    if isinstance(source, OwnVideos):
+        videos = source.videos(made_refs, _FRAMES)
+    else:
+        counts = Counter(frame_of(ref)[0] for ref in made_refs if FRAME in ref)
+        videos = []
+        for name in sorted(counts):
+            path = source.files.path(name)
+            file_facts = source.files.facts(name)
+            if path is None or file_facts is None:
+                continue
+            video_file = partial(VideoFile, path)
+            facts = video_file().facts()
+            end = min(facts.first_frame + _FRAMES, facts.num_frames)
+            videos.append(
+                VideoStart(
+                    num_frames=facts.num_frames,
+                    num_bytes=file_facts.num_bytes,
+                    num_kept=counts[name],
+                    frames=range(facts.first_frame, end),
+                    open=video_file,
+                )
+            )
     if not videos:
         return None
     columns = list(zip(*videos, strict=True))
@@ -113,31 +128,6 @@ def break_even(
             )
         )
     return BreakEven(len(videos), num_all, num_bytes, options)
-
-
-def _find_videos(files: SourceFiles, refs: Iterable[str]) -> list[VideoStart]:
-    counts = Counter(frame_of(ref)[0] for ref in refs if FRAME in ref)
-    starts = []
-    for name in sorted(counts):
-        path = files.path(name)
-        file_facts = files.facts(name)
-        if path is not None and file_facts is not None:
-            video = partial(VideoFile, path)
-            facts = video().facts()
-            frames = range(
-                facts.first_frame,
-                min(facts.first_frame + _FRAMES, facts.num_frames),
-            )
-            starts.append(
-                VideoStart(
-                    num_frames=facts.num_frames,
-                    num_bytes=file_facts.num_bytes,
-                    num_kept=counts[name],
-                    frames=frames,
-                    open=video,
-                )
-            )
-    return starts
 
 
 def _measure_video(video: VideoStart, form: JpegForm) -> tuple[float, float, float, float]:

@@ -12,7 +12,6 @@ import hashlib
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import CodecError, DatasetExistsError
 from fuelrail.pipeline.format.codecs import (
@@ -23,6 +22,7 @@ from fuelrail.pipeline.format.codecs import (
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.format.manifest import Manifest
+    from fuelrail.pipeline.sample.schema import I64
     from fuelrail.sharding.output.folder import Output
     from fuelrail.sharding.planning.recipe import Recipe
     from fuelrail.sharding.sources.shared.scan_table import ScanTable
@@ -36,7 +36,7 @@ def train_or_load_dictionary(
     recipe: Recipe,
     finished: Manifest | None,
     table: ScanTable,
-    rows: NDArray[np.int64],
+    rows: I64,
 ) -> Dictionary | None:
     """Return the dictionary of this run's shards, loaded from OUT or trained; None where the recipe
     asks for none.

@@ -147,9 +147,8 @@ def scale_value(
             f"channel '{channel.name}' lies on the image of '{camera}', which the sample lacks"
         )
     image_map = ImageMap.identity(sizes[camera]).resize(*stored_size(recipe, sizes[camera]))
-    if (
-        channel.law.name == "image"
-    ):  # onto the pixels of a raster, the last of which may end outside of the image
+    if channel.law.name == "image":
+        # Raster pixels: the last of them may end outside of the image.
         fraction = channel.law.fraction or 1
         a, b, tx, c, d, ty = (number / fraction for number in image_map.coefficients)
         image_map = dataclasses.replace(

@@ -119,7 +119,11 @@ class Members:
                 for step in chain.steps:
                     data = step(member, data, source_sizes)
             except MemberError as error:
-                hint = self._remedy() if isinstance(error, ImageError) else ""
+                hint = ""
+                if isinstance(error, ImageError):
+                    (kind,) = sources(self._spec.kind)
+                    if any(option.name == "damaged_image" for option in kind.options):
+                        hint = _LEFT_OUT
                 raise SourceError(f"{self._where(key, member)}: {error}{hint}") from error
             if chain.field in raw:
                 raise SourceError(
@@ -195,11 +199,6 @@ class Members:
     def _where(self, key: str, member: Reference) -> str:
         name = member.name if isinstance(self._source, StagedSource) else member.ref
         return f"image '{name}' of {self._spec.kind}:{self._spec.location} (sample {key})"
-
-    def _remedy(self) -> str:
-        (kind,) = sources(self._spec.kind)
-        is_option = any(option.name == "damaged_image" for option in kind.options)
-        return _LEFT_OUT if is_option else ""
 
     def _check(self, member: Reference, data: Buffer, _: Sizes) -> Buffer:
         """Check that an image is complete, and that its size is the one in the source's tables,

@@ -20,7 +20,7 @@ from fuelrail.pipeline.format.tar import (
     StoredMember,
     pack_sample,
 )
-from fuelrail.pipeline.format.zstd_frames import encode_frame, encode_seek_table
+from fuelrail.pipeline.format.zstd_frames import encode_frame, encode_seek_table, is_framed
 from fuelrail.sharding.write.blocks import BlockWriter
 
 if TYPE_CHECKING:
@@ -185,6 +185,26 @@ class FramedPacker(ShardPacker):
     def _end(self) -> bytes:
         end = encode_frame(END_OF_ARCHIVE, self._level)
         return end + encode_seek_table([*self._sizes, (len(end), len(END_OF_ARCHIVE))])
+
+
+def make_packer(
+    file: BinaryIO,
+    name: str,
+    number: int,
+    level: int,
+    dictionary: Dictionary | None,
+    buffer: ReadBuffer,
+) -> ShardPacker:
+    """Return the packer of a shard, by the layout that its name says."""
+    if is_framed(name):
+        return FramedPacker(file, number, level, buffer)
+    return ShardPacker(
+        file=file,
+        number=number,
+        level=level,
+        dictionary=dictionary,
+        buffer=buffer,
+    )
 
 
 def dali_index(rows: Sequence[IndexRow]) -> bytes:

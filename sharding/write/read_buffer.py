@@ -14,9 +14,8 @@ if TYPE_CHECKING:
 
 _FIRST_BYTES: Final = 4 << 20
 
-_FRONT_BYTES: Final = (
-    64 << 10
-)  # for the members in front of the first file: metadata, geometry, boxes
+# Room for the members in front of the first file: metadata, geometry, boxes.
+_FRONT_BYTES: Final = 64 << 10
 
 _SMALL_BYTES: Final = 16 << 10  # what is smaller is copied to where it belongs
 

@@ -56,7 +56,8 @@ def record_name(stem: str) -> str:
 
 
 def load_record(out: Output, stem: str) -> ShardRecord | None:
-    """Return a shard's record; None where there is none, or none that is a record of this shard.
+    """Return a shard's record; None where there is none that has the names of this shard and
+    numbers that an index can hold.
 
     Where there is none, the shard is written again.
     """
@@ -65,32 +66,27 @@ def load_record(out: Output, stem: str) -> ShardRecord | None:
         record = None if data is None else msgspec.msgpack.decode(data, type=ShardRecord)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-    return record if record is not None and _is_record_of(record, stem) else None
-
-
-def _is_record_of(record: ShardRecord, stem: str) -> bool:
-    """Return whether a record has the names of a shard, and numbers that an index can hold."""
+    if record is None:
+        return None
     shard = record.shard
-    has_names = record.stem == stem and shard.name in (
-        f"{stem}.tar",
-        f"{stem}.tar.zst",
-    )
-    if not has_names or len(record.rows) != shard.num_samples:
-        return False
+    if record.stem != stem or shard.name not in (f"{stem}.tar", f"{stem}.tar.zst"):
+        return None
+    if len(record.rows) != shard.num_samples:
+        return None
     if not 0 <= shard.bytes <= _LARGEST or not 0 <= shard.idx_bytes <= _LARGEST:
-        return False
+        return None
     if not _is_sha256(shard.sha256) or (shard.idx_bytes and not _is_sha256(shard.idx_sha256)):
-        return False
+        return None
     for row in record.rows:
         is_inside = 0 <= row.offset <= row.offset + row.length <= shard.bytes
         is_small = abs(row.frame) < 1 << 31 and abs(row.timestamp_ns) <= _LARGEST
         if not is_inside or not is_small or row.xxh3 < 0:
-            return False
+            return None
         for entry in row.members:
             sizes = (entry.offset, entry.stored_bytes, entry.raw_bytes)
             if min(sizes) < 0 or max(sizes) > _LARGEST or entry.xxh3 < 0:
-                return False
-    return True
+                return None
+    return record
 
 
 def _is_sha256(text: str) -> bool:

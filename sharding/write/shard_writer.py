@@ -44,7 +44,7 @@ from fuelrail.sharding.write.images import (
 )
 from fuelrail.sharding.write.member_check import MemberCheck
 from fuelrail.sharding.write.members import Members
-from fuelrail.sharding.write.packer import FramedPacker, RawMember, ShardPacker
+from fuelrail.sharding.write.packer import RawMember, make_packer
 from fuelrail.sharding.write.read_buffer import ReadBuffer
 from fuelrail.sharding.write.records import (
     ShardRecord,
@@ -158,20 +158,16 @@ class ShardWriter:
         job = self._job
         sizes: dict[str, set[tuple[int, int]]] = {}
         digest = hashlib.sha256(self._head(shard))
-        framed = job.recipe.layout == "frame"
-        level = job.recipe.compression_level
-        name = shard_name(shard.split, shard.number, framed=framed)
+        name = shard_name(shard.split, shard.number, framed=job.recipe.layout == "frame")
         with self._out.publish(name) as file:
-            if framed:
-                packer: ShardPacker = FramedPacker(file, number, level, self._buffer)
-            else:
-                packer = ShardPacker(
-                    file=file,
-                    number=number,
-                    level=level,
-                    dictionary=job.dictionary,
-                    buffer=self._buffer,
-                )
+            packer = make_packer(
+                file=file,
+                name=name,
+                number=number,
+                level=job.recipe.compression_level,
+                dictionary=job.dictionary,
+                buffer=self._buffer,
+            )
             stored = [stored_channel(channel, job.recipe.images) for channel in job.channels]
             check = MemberCheck(job.rig, self._place, stored)
             for row in self._rows_of(shard):

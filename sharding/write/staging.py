@@ -50,6 +50,7 @@ from fuelrail.sharding.sources.source import ClipSource, Place
 from fuelrail.sharding.write.images import stored_share, stored_size
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.sample.schema import I64
     from fuelrail.sharding.planning.recipe import ImageRecipe
 
 _MAX_THREADS: Final = 4
@@ -293,9 +294,8 @@ def stage_clips(
         stamp = int.from_bytes(hashlib.sha256(clip_stamps).digest()[:8])
         tasks.append(StageTask(number, clip.first_row, clip.num_samples, stamp))
     arguments = spec, images, scan_table, path, folder, bands.num_done
-    if bands.num_done and not all(
-        map(Staging(*arguments).is_known, tasks)
-    ):  # finished shards may be made again
+    if bands.num_done and not all(map(Staging(*arguments).is_known, tasks)):
+        # Finished shards may be made again.
         bands.forget()
         arguments = *arguments[:5], 0
     bands.sweep()
@@ -322,7 +322,7 @@ def stage_clips(
 
 def _check_space(
     table: ScanTable,
-    rows: NDArray[np.int64],
+    rows: I64,
     folder: Path,
     images: ImageRecipe | None,
 ) -> None:
@@ -337,9 +337,8 @@ def _check_space(
         for row in looked_at
         for member in table.row(row).members
     ) / len(looked_at)
-    num_bytes = int(
-        mean * len(rows) * (1 + 1 / _MOST_BANDS)
-    )  # a band goes when its shards are there
+    # A band goes when its shards are there.
+    num_bytes = int(mean * len(rows) * (1 + 1 / _MOST_BANDS))
     staged_bytes = sum(path.stat().st_size for path in folder.glob("*.bin"))
     free = shutil.disk_usage(folder).free
     if num_bytes > free + staged_bytes:

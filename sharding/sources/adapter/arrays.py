@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
-from fuelrail.pipeline.sample.schema import NUM_DIST, Geometry
+from fuelrail.pipeline.sample.schema import F64, I64, NUM_DIST, Geometry, Mask
 from fuelrail.sharding.sources.adapter.frame import Image
 from fuelrail.sharding.sources.adapter.poses import nearest_rigid
 
@@ -26,13 +26,13 @@ class ClipArrays(NamedTuple):
     nothing.
     """
 
-    time_ns: NDArray[np.int64]
-    ego2global: NDArray[np.float64]
-    cam_time_ns: NDArray[np.int64]
-    cam_ego2global: NDArray[np.float64]
-    lidar_time_ns: NDArray[np.int64]
-    lidar_ego2global: NDArray[np.float64]
-    motion: NDArray[np.float64]
+    time_ns: I64
+    ego2global: F64
+    cam_time_ns: I64
+    cam_ego2global: F64
+    lidar_time_ns: I64
+    lidar_ego2global: F64
+    motion: F64
     """(F, 3, 3): velocity, acceleration and rates of ego in its own axes."""
 
 
@@ -51,9 +51,7 @@ def clip_arrays(
     images = [image if isinstance(image, Image) else None for image in images]
     sweeps = [frame.sweeps.get(lidar.channel) for frame in frames for lidar in sensors.lidars]
 
-    def poses_at(
-        stated: list[Any], times: NDArray[np.int64], is_there: NDArray[np.bool_]
-    ) -> NDArray[np.float64]:
+    def poses_at(stated: list[Any], times: I64, is_there: Mask) -> F64:
         poses_found = np.full((len(stated), 4, 4), np.nan)
         if not has_poses:
             poses_found[is_there] = np.eye(4)
@@ -66,9 +64,7 @@ def clip_arrays(
             poses_found[rest] = trajectory.at(times[rest])
         return poses_found
 
-    def times_and_poses(
-        ones: Sequence[Any], number: int
-    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    def times_and_poses(ones: Sequence[Any], number: int) -> tuple[I64, F64]:
         times = np.array(
             [-1 if item is None else item.timestamp_ns for item in ones],
             np.int64,
@@ -86,7 +82,21 @@ def clip_arrays(
         time_ns,
         np.ones(len(frames), np.bool_),
     )
-    motion = _compute_motion(frames, time_ns, frame_poses, has_poses)
+    # The motion that frames state, else velocities by their neighbours' poses; NaN unknown.
+    motion = np.full((len(frames), 3, 3), np.nan)
+    before = np.maximum(np.arange(len(frames)) - 1, 0)
+    after = np.minimum(np.arange(len(frames)) + 1, len(frames) - 1)
+    span_ns = time_ns[after] - time_ns[before]
+    with np.errstate(all="ignore"):
+        moved = frame_poses[after, :3, 3] - frame_poses[before, :3, 3]
+        speed = moved / (span_ns[:, None] * 1e-9)
+        in_ego = np.einsum("fji,fj->fi", frame_poses[:, :3, :3], speed)
+    usable = has_poses & (span_ns > 0) & (span_ns <= _MAX_SPAN_NS)
+    motion[usable, 0] = in_ego[usable]
+    for row, frame in enumerate(frames):
+        for number, stated in enumerate((frame.ego_velocity, frame.ego_accel, frame.ego_rates)):
+            if stated is not None:
+                motion[row, number] = stated
     cam_time_ns, cam_ego2global = times_and_poses(images, len(sensors.cameras))
     lidar_time_ns, lidar_ego2global = times_and_poses(sweeps, len(sensors.lidars))
     return ClipArrays(
@@ -105,7 +115,7 @@ def stacked_geometry(
     sensors: Sensors,
     frames: Sequence[Frame],
     sizes: NDArray[np.int32],
-    is_there: NDArray[np.bool_],
+    is_there: Mask,
     arrays: ClipArrays,
     rows: NDArray[np.intp],
 ) -> Geometry:
@@ -184,7 +194,7 @@ def stacked_geometry(
     )
 
 
-def _fit_rigid(where: str, **values: NDArray[np.float64]) -> dict[str, NDArray[np.float64]]:
+def _fit_rigid(where: str, **values: F64) -> dict[str, F64]:
     """Return transforms with exact rotations, by name; NaN stays.
 
     Raise SourceError for what is not a transform.
@@ -210,7 +220,7 @@ def _fit_rigid(where: str, **values: NDArray[np.float64]) -> dict[str, NDArray[n
 
 def _find_unique(
     items: Sequence[Any], name: str, size: int, where: str
-) -> tuple[NDArray[np.float64], NDArray[np.intp]]:
+) -> tuple[F64, NDArray[np.intp]]:
     """Return the distinct matrices (U, size, size) of P items, NaN for None, and of each item its
     number (P,).
     """
@@ -231,29 +241,3 @@ def _find_unique(
                 unique.append(array)
             rows[row] = place
     return np.array(unique), rows
-
-
-def _compute_motion(
-    frames: Sequence[Frame],
-    time_ns: NDArray[np.int64],
-    ego2global: NDArray[np.float64],
-    has_poses: bool,
-) -> NDArray[np.float64]:
-    """Return (F, 3, 3): the motion that frames state, and velocities by their neighbours' poses;
-    NaN unknown.
-    """
-    motion = np.full((len(frames), 3, 3), np.nan)
-    before = np.maximum(np.arange(len(frames)) - 1, 0)
-    after = np.minimum(np.arange(len(frames)) + 1, len(frames) - 1)
-    span_ns = time_ns[after] - time_ns[before]
-    with np.errstate(all="ignore"):
-        moved = ego2global[after, :3, 3] - ego2global[before, :3, 3]
-        speed = moved / (span_ns[:, None] * 1e-9)
-        in_ego = np.einsum("fji,fj->fi", ego2global[:, :3, :3], speed)
-    usable = has_poses & (span_ns > 0) & (span_ns <= _MAX_SPAN_NS)
-    motion[usable, 0] = in_ego[usable]
-    for row, frame in enumerate(frames):
-        for number, stated in enumerate((frame.ego_velocity, frame.ego_accel, frame.ego_rates)):
-            if stated is not None:
-                motion[row, number] = stated
-    return motion

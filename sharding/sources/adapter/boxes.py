@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.rigid import invert_rigid, rotation_matrices
-from fuelrail.pipeline.sample.schema import Boxes, encode_parts
+from fuelrail.pipeline.sample.schema import F64, I64, Boxes, Mask, encode_parts
 from fuelrail.sharding.sources.adapter.poses import (
     FARTHEST_M,
     are_unit,
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from fuelrail.sharding.sources.adapter.frame import BoxRows
     from fuelrail.sharding.sources.shared.scan_report import ScanReport
 
-    F64 = NDArray[np.float64]
 
 MAX_GAP_S: Final = 1.5
 """Largest time between two annotations that a velocity is taken from; twice that for a centred
@@ -39,13 +38,13 @@ class ClipBoxes(NamedTuple):
 
     encoded: list[bytes | None]
     num_boxes: list[int]
-    of_class: NDArray[np.int64]
+    of_class: I64
     """(F, K): the number of boxes of each class."""
 
 
 def clip_boxes(
     rows: Sequence[BoxRows | None],
-    timestamp_ns: NDArray[np.int64],
+    timestamp_ns: I64,
     ego2global: F64,
     classes: ClassMap,
     report: ScanReport,
@@ -57,9 +56,7 @@ def clip_boxes(
     other lengths, sizes that are not positive, and rotations that are none.
     """
     labelled = [
-        (number_of_frame, frame_boxes)
-        for number_of_frame, frame_boxes in enumerate(rows)
-        if frame_boxes is not None
+        (number, frame_boxes) for number, frame_boxes in enumerate(rows) if frame_boxes is not None
     ]
     counts = np.array([len(frame_boxes.category) for _, frame_boxes in labelled], np.int64)
     if not labelled:
@@ -94,8 +91,8 @@ def clip_boxes(
 
 def in_ego(
     labelled: Sequence[tuple[int, BoxRows]],
-    frame: NDArray[np.int64],
-    timestamp_ns: NDArray[np.int64],
+    frame: I64,
+    timestamp_ns: I64,
     ego2global: F64,
 ) -> dict[str, NDArray[Any]]:
     """Return columns of boxes but label and validity; ``own`` are numbers of frames with their
@@ -109,7 +106,8 @@ def in_ego(
     def column(name: str, kind: type, *shape: int, unknown: float = np.nan) -> NDArray[Any]:
         values = _join_column(labelled, number=len(frame), name=name, shape=shape, unknown=unknown)
         if issubclass(kind, np.integer):
-            bad = ~((values >= np.iinfo(kind).min) & (values <= np.iinfo(kind).max))
+            limits = np.iinfo(kind)
+            bad = ~((values >= limits.min) & (values <= limits.max))
             if bad.any():
                 row = int(np.argmax(bad))
                 raise SourceError(
@@ -125,16 +123,19 @@ def in_ego(
     to_ego = invert_rigid(ego2global)[frame]
     centre = column("centre", np.float64, 3)
     size = column("size_lwh", np.float64, 3)
-    stated2ego = np.where(in_global[:, None, None], to_ego[:, :3, :3], np.eye(3))
-    moved = np.einsum("mij,mj->mi", to_ego[:, :3, :3], centre) + to_ego[:, :3, 3]
+    turn_to_ego = to_ego[:, :3, :3]
+    stated2ego = np.where(in_global[:, None, None], turn_to_ego, np.eye(3))
+    moved = _turn(turn_to_ego, centre) + to_ego[:, :3, 3]
     centre_in_ego = np.where(in_global[:, None], moved, centre)
-    rotation = stated2ego @ _make_rotations(
+    stated_rotation = _make_rotations(
         column("rotation_wxyz", np.float64, 4), column("yaw", np.float64)
     )
-    is_sound = (
-        (np.abs(centre) <= FARTHEST_M).all(1) & (size <= FARTHEST_M).all(1) & (size > 0).all(1)
-    )
-    bad = ~(is_sound & np.isfinite(rotation).all((1, 2)))
+    rotation = stated2ego @ stated_rotation
+    is_sound = (np.abs(centre) <= FARTHEST_M).all(1)
+    is_sound &= (size <= FARTHEST_M).all(1)
+    is_sound &= (size > 0).all(1)
+    is_sound &= np.isfinite(rotation).all((1, 2))
+    bad = ~is_sound
     if bad.any():
         row = int(np.argmax(bad))
         raise SourceError(
@@ -142,19 +143,17 @@ def in_ego(
             f"size {size[row].tolist()}, or its rotation is not of unit length; wanted are "
             f"numbers up to {FARTHEST_M:g}, sizes over 0, unit quaternions w, x, y, z"
         )
-    track = [
-        name
-        for _, frame_boxes in labelled
-        for name in (frame_boxes.track or [""] * len(frame_boxes.category))
-    ]
+    track: list[str] = []
+    for _, frame_boxes in labelled:
+        track += frame_boxes.track or [""] * len(frame_boxes.category)
     numbers = {name: number for number, name in enumerate(dict.fromkeys(track))}
     tracks = np.fromiter(map(numbers.__getitem__, track), np.int64, len(track))
-    velocity = np.einsum("mij,mj->mi", stated2ego, column("velocity", np.float64, 3))
+    velocity = _turn(stated2ego, column("velocity", np.float64, 3))
     is_unstated = np.array([frame_boxes.velocity is None for _, frame_boxes in labelled], np.bool_)
     follow = (tracks != numbers.get("", -1)) & np.repeat(is_unstated, counts)
     if follow.any():
-        turn = ego2global[frame]
-        in_world = np.einsum("mij,mj->mi", turn[:, :3, :3], centre) + turn[:, :3, 3]
+        box2global = ego2global[frame]
+        in_world = _turn(box2global[:, :3, :3], centre) + box2global[:, :3, 3]
         in_world[in_global] = centre[in_global]
         # The rows before and after each row in its track.
         before, after = np.full((2, len(tracks)), -1, np.int64)
@@ -165,13 +164,14 @@ def in_ego(
         before[last[same]] = first[same]
         after[first[same]] = last[same]
         speed = velocities(in_world, timestamp_ns[frame] // 1000, before, after)
-        velocity[follow] = np.einsum("mij,mj->mi", to_ego[:, :3, :3], speed)[follow]
+        velocity[follow] = _turn(turn_to_ego, speed)[follow]
     ids = np.array([stable_id(name) if name else -1 for name in numbers], np.int64)
     quaternion = quaternions(rotation)
     quaternion = np.where(quaternion[:, :1] < 0, -quaternion, quaternion)
     yaw = np.arctan2(rotation[:, 1, 0], rotation[:, 0, 0])
+    boxes3d = np.concatenate([centre_in_ego, size, yaw[:, None]], 1)
     return {
-        "boxes3d": np.concatenate([centre_in_ego, size, yaw[:, None]], 1).astype(np.float32),
+        "boxes3d": boxes3d.astype(np.float32),
         "rotation_wxyz": quaternion.astype(np.float32),
         "velocity": velocity.astype(np.float32),
         "instance_id": ids[tracks],
@@ -180,6 +180,11 @@ def in_ego(
         "visibility": column("visibility", np.int8, unknown=-1),
         "attribute": column("attribute", np.int16, unknown=-1),
     }
+
+
+def _turn(matrices: F64, vectors: F64) -> F64:
+    """Return each vector (M, 3), turned by its own matrix (M, 3, 3)."""
+    return np.asarray(np.einsum("mij,mj->mi", matrices, vectors))
 
 
 def _join_column(
@@ -198,15 +203,16 @@ def _join_column(
     parts = []
     for (number_of_frame, frame_boxes), stated in zip(labelled, all_stated, strict=True):
         count = len(frame_boxes.category)
-        part = (
-            np.full((count, *shape), unknown) if stated is None else np.asarray(stated, np.float64)
-        )
+        part_shape = (count, *shape)
+        part = np.full(part_shape, unknown)
+        if stated is not None:
+            part = np.asarray(stated, np.float64)
         if not count and not part.size:
             part = part.reshape(0, *shape)
-        if part.shape != (count, *shape):
+        if part.shape != part_shape:
             raise SourceError(
                 f"frame {number_of_frame}: {name} of boxes is {list(part.shape)}, wanted "
-                f"{[count, *shape]}"
+                f"{list(part_shape)}"
             )
         parts.append(part)
     return np.concatenate(parts)
@@ -218,13 +224,16 @@ def _make_rotations(wxyz: F64, yaw: F64) -> F64:
     """
     cos = np.cos(yaw)
     sin = np.sin(yaw)
-    zero = np.zeros(len(yaw))
-    ones = np.ones(len(yaw))
-    of_yaw = np.stack([cos, -sin, zero, sin, cos, zero, zero, zero, ones], -1).reshape(-1, 3, 3)
+    of_yaw = np.zeros((len(yaw), 3, 3))
+    of_yaw[:, 0, 0] = cos
+    of_yaw[:, 0, 1] = -sin
+    of_yaw[:, 1, 0] = sin
+    of_yaw[:, 1, 1] = cos
+    of_yaw[:, 2, 2] = 1
     is_unit = are_unit(wxyz)
     full = rotation_matrices(np.where(is_unit[:, None], wxyz, [1.0, 0, 0, 0]))
     full[~is_unit] = np.nan
-    is_yaw: NDArray[np.bool_] = np.asarray(np.isnan(wxyz).all(1))
+    is_yaw: Mask = np.asarray(np.isnan(wxyz).all(1))
     return np.where(is_yaw[:, None, None], of_yaw, full)
 
 
@@ -246,22 +255,21 @@ def boxes_by_key(boxes: BoxRows, keys: NDArray[np.integer[Any]]) -> dict[int, Bo
             texts[name] = column
         elif name not in ("in_global", "unknown_visibility") and column is not None:
             arrays[name] = np.asarray(column)
-    return {
-        key: msgspec.structs.replace(
-            boxes,
-            **{name: column[part] for name, column in arrays.items()},
-            **{name: [column[row] for row in part.tolist()] for name, column in texts.items()},
-        )
-        for key, part in rows_by_key(keys).items()
-    }
+    boxes_of_key = {}
+    for key, part in rows_by_key(keys).items():
+        columns: dict[str, Any] = {name: column[part] for name, column in arrays.items()}
+        for name, text_column in texts.items():
+            columns[name] = [text_column[row] for row in part.tolist()]
+        boxes_of_key[key] = msgspec.structs.replace(boxes, **columns)
+    return boxes_of_key
 
 
 def velocities(
-    centre: NDArray[np.float64],
-    timestamp_us: NDArray[np.int64],
-    prev: NDArray[np.int64],
-    following: NDArray[np.int64],
-) -> NDArray[np.float64]:
+    centre: F64,
+    timestamp_us: I64,
+    prev: I64,
+    following: I64,
+) -> F64:
     """Return the velocity (A, 3) [m/s] in the centres' frame: centred, one-sided at a track's ends,
     else NaN.
 

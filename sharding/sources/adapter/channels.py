@@ -7,7 +7,7 @@ from __future__ import annotations
 import base64
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import msgspec
 import numpy as np
@@ -30,6 +30,7 @@ from fuelrail.sharding.sources.adapter.boxes import stable_id
 from fuelrail.sharding.sources.shared.scan_table import Reference
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.sample.schema import F64, I64
     from fuelrail.sharding.sources.adapter.classes import ClassMap
     from fuelrail.sharding.sources.adapter.frame import (
         Clip,
@@ -45,6 +46,9 @@ SIGNALS_AS_SERIES: Final = (
 """Describes the option ``series`` of sources with signals."""
 _BESIDE_NS: Final = 500_000_000
 """How long before and after its samples a clip has signals."""
+_Form: TypeAlias = tuple[str, tuple[int | None, ...]]
+"""Dtype of a value ("" for a text, "texts", "bytes"), and its shape, None for a side that varies.
+"""
 _EMPTY: Final = ("float64", (0,))
 """The form of an empty list."""
 _NONE: Final = ("float64", (None,))
@@ -99,7 +103,7 @@ class ValueForms:
     """
 
     def __init__(self) -> None:
-        self._forms: dict[str, tuple[str, tuple[int | None, ...]]] = {}
+        self._forms: dict[str, _Form] = {}
         self.refused: dict[str, str] = {}
 
     def learn(self, name: str, value: Any) -> None:
@@ -129,10 +133,8 @@ class ValueForms:
         )
 
 
-def _find_form(name: str, value: Any) -> tuple[str, tuple[int | None, ...]]:
-    """Return dtype ("" for a text, "texts", "bytes") and shape of a value; raise ValueError for
-    one of no such form.
-    """
+def _find_form(name: str, value: Any) -> _Form:
+    """Return the form of a value; raise ValueError for one that has none."""
     if not _NAME.fullmatch(name) or name in RESERVED:
         raise ValueError(
             "its name must have at most 100 letters, digits and _, and not be one of "
@@ -152,15 +154,9 @@ def _find_form(name: str, value: Any) -> tuple[str, tuple[int | None, ...]]:
     return array.dtype.name, array.shape
 
 
-def _join_forms(
-    first_form: tuple[str, tuple[int | None, ...]],
-    second_form: tuple[str, tuple[int | None, ...]],
-) -> tuple[str, tuple[int | None, ...]]:
+def _join_forms(first_form: _Form, second_form: _Form) -> _Form:
     """Return the form that both fit; raise ValueError where there is none."""
-    if _EMPTY in (
-        first_form,
-        second_form,
-    ):  # an empty list, of any type and rank
+    if _EMPTY in (first_form, second_form):  # an empty list, of any type and rank
         dtype, shape = first_form if second_form == _EMPTY else second_form
         if not shape:
             raise ValueError("samples differ: some are lists, others are none")
@@ -171,24 +167,23 @@ def _join_forms(
         raise ValueError(f"samples differ: {dtype or 'text'} and {other_dtype or 'text'}")
     if (len(shape), shape[1:]) != (len(other_shape), other_shape[1:]):
         raise ValueError(f"samples differ in shape: {list(shape)} and {list(other_shape)}")
-    first = shape[:1] if shape[:1] == other_shape[:1] else (None,) * len(shape[:1])
-    is_number = dtype not in ("", _BYTES, _TEXTS)
-    return np.promote_types(dtype, other_dtype).name if is_number else dtype, (
-        *first,
-        *shape[1:],
-    )
+    if shape[:1] != other_shape[:1]:
+        shape = (None, *shape[1:])
+    if dtype not in ("", _BYTES, _TEXTS):
+        dtype = np.promote_types(dtype, other_dtype).name
+    return dtype, shape
 
 
 def clip_series(
     channels: Sequence[Channel], clip: Clip, frames: Sequence[Frame]
-) -> dict[str, tuple[NDArray[np.int64], NDArray[Any]]]:
+) -> dict[str, tuple[I64, NDArray[Any]]]:
     """Return times and values of each series that a clip has: its own, or of its frames, also of
     frames to leave out.
 
     Raises SourceError for times that do not ascend, and for measurements that are not of the
     channel's form.
     """
-    series: dict[str, tuple[NDArray[np.int64], NDArray[Any]]] = {}
+    series: dict[str, tuple[I64, NDArray[Any]]] = {}
     for channel in channels:
         measurement = one_of_series(channel)
         if measurement is None:
@@ -333,8 +328,8 @@ def signals_channel(
 
 def signals(
     channel: Channel,
-    stamp_ns: NDArray[np.int64],
-    values: NDArray[np.float64],
+    stamp_ns: I64,
+    values: F64,
     times_ns: Sequence[int],
 ) -> list[list[Reference]]:
     """Return members of samples at ascending times: messages (N, C) with stamps (N,) of a
@@ -354,10 +349,10 @@ def signals(
 
 
 def signal_series(
-    stamp_ns: NDArray[np.int64],
-    values: NDArray[np.float64],
+    stamp_ns: I64,
+    values: F64,
     times_ns: Sequence[int] = (),
-) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+) -> tuple[I64, F64]:
     """Return times and values of a clip's series: of messages (N, C) with stamps (N,), one of each
     stamp, the first.
 

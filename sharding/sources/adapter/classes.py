@@ -129,27 +129,25 @@ class ClassMap:
         """
         numbers = self._labels
         for name in dict.fromkeys(categories):
-            if name not in numbers:
-                numbers[name] = self._label(name)
+            if name in numbers:
+                continue
+            label: str | None = name
+            if self._is_open:
+                if name not in self.names:
+                    self.names.append(name)
+                if len(self.names) > MAX_CLASSES:
+                    raise SourceError(
+                        f"the source has over {MAX_CLASSES} categories; map them with the "
+                        "option classes=FILE"
+                    )
+            elif self._mapping is not None:
+                label = self._mapping.get(name)
+            else:
+                label = _OF_OTHERS.get(re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_"))
+            numbers[name] = -1 if label is None else self.names.index(label)
         if counted:
             self._counts.update(categories)
         return np.fromiter(map(numbers.__getitem__, categories), np.int16, len(categories))
-
-    def _label(self, category: str) -> int:
-        if self._is_open:
-            if category not in self.names:
-                self.names.append(category)
-            if len(self.names) > MAX_CLASSES:
-                raise SourceError(
-                    f"the source has over {MAX_CLASSES} categories; map them with the "
-                    "option classes=FILE"
-                )
-            return self.names.index(category)
-        if self._mapping is not None:
-            name = self._mapping.get(category)
-        else:
-            name = _OF_OTHERS.get(re.sub(r"[^a-z0-9]+", "_", category.lower()).strip("_"))
-        return -1 if name is None else self.names.index(name)
 
     def report(self, report: ScanReport) -> None:
         """Add counts of boxes and of categories without a class; raises SourceError where no box

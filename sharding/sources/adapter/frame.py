@@ -15,17 +15,19 @@ takes.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Final, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from fuelrail.pipeline.channels.sensors import LidarEntry
+from fuelrail.pipeline.sample.schema import F64
 from fuelrail.sharding.sources.shared.scan_table import Reference
 from fuelrail.sharding.sources.source import Camera
 
-F64: TypeAlias = NDArray[np.float64]
+if TYPE_CHECKING:
+    from fuelrail.pipeline.sample.schema import I64
+
 Vectors: TypeAlias = Any
 """What numpy makes an array of numbers from."""
 FRAME: Final = "#frame="
@@ -289,7 +291,7 @@ class Clip(msgspec.Struct, frozen=True, kw_only=True):
     series: Mapping[str, tuple[Vectors, Vectors]] = {}
 
 
-def thinned(times_ns: NDArray[np.int64], rate: float) -> NDArray[np.int64]:
+def thinned(times_ns: I64, rate: float) -> I64:
     """Keep at most ``rate`` times a second [Hz]: the first, then each a period later, less a
     tenth for jitter.
     """

@@ -7,13 +7,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 import msgspec
 
 from fuelrail.pipeline.errors import ConfigError, ImageError, SourceError
 from fuelrail.pipeline.format.rules import LARGEST_IMAGE
-from fuelrail.pipeline.sample.schema import POINTS_EXTENSION
+from fuelrail.pipeline.sample.schema import POINTS_EXTENSION, Mask
 from fuelrail.sharding.sources.adapter.channels import COMPUTED
 from fuelrail.sharding.sources.adapter.frame import Absent, FileMember, Image
 from fuelrail.sharding.sources.adapter.vector_maps import MAP
@@ -27,9 +27,6 @@ from fuelrail.sharding.sources.shared.pictures import (
 from fuelrail.sharding.sources.shared.scan_table import Reference
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.pipeline.sample.image_header import ImageInfo
     from fuelrail.sharding.sources.adapter.frame import Frame, Sensors, Sweep
@@ -172,6 +169,10 @@ class StampedReference(msgspec.Struct, frozen=True, gc=False):
     stamp: str
 
 
+Entry: TypeAlias = StampedReference | str
+"""What a frame has of a sensor; a text says why it has nothing."""
+
+
 @dataclass(frozen=True, slots=True)
 class MemberFinder:
     """Finds the files of a clip's frames: images, sweeps, other members; notes what is wrong with
@@ -191,8 +192,8 @@ class MemberFinder:
     make_images: Callable[[Sequence[str]], Iterator[tuple[str, Buffer]]]
 
     def find(
-        self, where: str, frames: Sequence[Frame], has_pose: NDArray[np.bool_]
-    ) -> tuple[list[dict[str, StampedReference | str]], list[list[StampedReference]]]:
+        self, where: str, frames: Sequence[Frame], has_pose: Mask
+    ) -> tuple[list[dict[str, Entry]], list[list[StampedReference]]]:
         """Return for each frame the image or sweep by channel, in rig order, or why it is missing.
 
         ``has_pose`` (F, N) is whether the ego pose of an image is known.
@@ -250,11 +251,11 @@ class MemberFinder:
                 by_ref,
             )
         known_files = _KnownFiles(parts, facts, heads)
-        rows_found: list[dict[str, StampedReference | str]] = []
+        rows_found: list[dict[str, Entry]] = []
         members: list[list[StampedReference]] = []
         channels = [camera.channel for camera in self.sensors.cameras]
         for number, (frame, placed) in enumerate(zip(frames, has_pose.tolist(), strict=True)):
-            row: dict[str, StampedReference | str] = {}
+            row: dict[str, Entry] = {}
             place = f"{where}: frame {number}"
             for channel, is_placed in zip(channels, placed, strict=True):
                 image = frame.images.get(channel)
@@ -366,7 +367,7 @@ class MemberFinder:
 
     def _find_image(
         self, place: str, channel: str, image: Image, known_files: _KnownFiles
-    ) -> StampedReference | str:
+    ) -> Entry:
         if not (0 <= image.width <= LARGEST_IMAGE and 0 <= image.height <= LARGEST_IMAGE):
             stated = (
                 f"{image.width} x {image.height} px; allowed are 1 to {LARGEST_IMAGE}, and 0 "
@@ -449,7 +450,7 @@ class MemberFinder:
 
     def _find_sweep(
         self, place: str, channel: str, sweep: Sweep, known_files: _KnownFiles
-    ) -> StampedReference | str:
+    ) -> Entry:
         num_bytes = sweep.num_bytes
         stamp = ""
         if num_bytes is None:

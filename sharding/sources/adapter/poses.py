@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.rigid import rigid
 
 if TYPE_CHECKING:
-    F64 = NDArray[np.float64]
+    from fuelrail.pipeline.sample.schema import F64, Mask
 
 MAX_SKEW: Final = 1e-3
 """How far a rotation of a file may be from orthonormal, and a quaternion from unit length."""
@@ -19,6 +18,15 @@ FARTHEST_M: Final = 1e9
 """The largest coordinate of a translation [m]: those of the Earth are below 1e8, and squares
 must stay finite.
 """
+OPTICAL2FLU: Final = np.array(
+    [
+        [0.0, 0.0, 1.0, 0.0],
+        [-1.0, 0.0, 0.0, 0.0],
+        [0.0, -1.0, 0.0, 0.0],
+        [0.0, 0.0, 0.0, 1.0],
+    ]
+)
+"""A camera's axes right, down and forward to the axes forward, left and up."""
 _ROUNDED: Final = 1e-9
 _LAST_ROW: Final = np.array([[0.0], [0.0], [0.0], [1.0]])
 
@@ -48,20 +56,20 @@ def pose(rotation_wxyz: Any, translation: Any, where: str) -> F64:
     return np.asarray(rigid(q, t))
 
 
-def are_poses(q: F64, t: F64) -> NDArray[np.bool_]:
+def are_poses(q: F64, t: F64) -> Mask:
     """Return whether quaternions (..., 4) are of unit length and translations (..., 3) within
     ``FARTHEST_M``.
     """
     return np.asarray((np.abs(t) <= FARTHEST_M).all(-1) & are_unit(q))
 
 
-def are_unit(q: F64) -> NDArray[np.bool_]:
+def are_unit(q: F64) -> Mask:
     """Return whether quaternions (..., 4) are of unit length."""
     with np.errstate(over="ignore"):
         return np.asarray(np.abs(np.linalg.norm(q, axis=-1) - 1) <= MAX_SKEW)
 
 
-def nearest_rigid(matrices: F64) -> tuple[F64, NDArray[np.bool_]]:
+def nearest_rigid(matrices: F64) -> tuple[F64, Mask]:
     """Return transforms (P, 4, 4) with the nearest rotations, and which of the given ones were
     rigid (P,).
 
@@ -77,14 +85,13 @@ def nearest_rigid(matrices: F64) -> tuple[F64, NDArray[np.bool_]]:
         rotation = a, b, c = numbers[:3, :3]
         squared = np.einsum("ijp,kjp->ikp", rotation, rotation)
         skew = np.abs(squared - np.eye(3)[..., None]).max((0, 1))
-        cross = b[[1, 2, 0]] * c[[2, 0, 1]] - b[[2, 0, 1]] * c[[1, 2, 0]]
+        following = [1, 2, 0]
+        preceding = [2, 0, 1]
+        cross = b[following] * c[preceding] - b[preceding] * c[following]
         determinant = (a * cross).sum(0)
-        sound = (
-            (skew <= MAX_SKEW)
-            & (determinant > 0)
-            & (np.abs(numbers) <= FARTHEST_M).all((0, 1))
-            & (numbers[3] == _LAST_ROW).all(0)
-        )
+        sound = (skew <= MAX_SKEW) & (determinant > 0)
+        sound &= (np.abs(numbers) <= FARTHEST_M).all((0, 1))
+        sound &= (numbers[3] == _LAST_ROW).all(0)
         rounded = sound & (skew > _ROUNDED)
     if rounded.any():
         u, _, vt = np.linalg.svd(matrices[rounded, :3, :3])
@@ -97,24 +104,25 @@ def quaternions(matrices: F64) -> F64:
     """Return quaternions (P, 4), w, x, y, z, of rotations (P, 3, 3): the largest component first
     (Shepperd 1978).
     """
-    m = matrices
-    trace = m[:, 0, 0] + m[:, 1, 1] + m[:, 2, 2]
-    squares = np.stack([trace, m[:, 0, 0], m[:, 1, 1], m[:, 2, 2]], 1)
+    m = np.moveaxis(matrices, 0, -1)
+    trace = m[0, 0] + m[1, 1] + m[2, 2]
+    squares = np.stack([trace, m[0, 0], m[1, 1], m[2, 2]], 1)
     # Row k of each: 4 q_k * q.
-    products = np.empty((len(m), 4, 4))
+    products = np.empty((len(matrices), 4, 4))
     diagonal = 1 + 2 * squares - trace[:, None]
     diagonal[:, 0] = 1 + trace
     for k in range(4):
         products[:, k, k] = diagonal[:, k]
-    for k, (i, j) in enumerate(((2, 1), (0, 2), (1, 0)), 1):
-        difference = m[:, i, j] - m[:, j, i]
-        products[:, 0, k] = difference
-        products[:, k, 0] = difference
-    for a, b in ((0, 1), (0, 2), (1, 2)):
-        total = m[:, a, b] + m[:, b, a]
-        products[:, a + 1, b + 1] = total
-        products[:, b + 1, a + 1] = total
-    largest = products[np.arange(len(m)), squares.argmax(1)]
+    for axis in range(3):
+        first = (axis + 1) % 3
+        second = (axis + 2) % 3
+        difference = m[second, first] - m[first, second]
+        products[:, 0, axis + 1] = difference
+        products[:, axis + 1, 0] = difference
+        total = m[first, second] + m[second, first]
+        products[:, first + 1, second + 1] = total
+        products[:, second + 1, first + 1] = total
+    largest = products[np.arange(len(matrices)), squares.argmax(1)]
     return np.asarray(largest / np.linalg.norm(largest, axis=1, keepdims=True))
 
 
@@ -172,31 +180,28 @@ class Trajectory:
         poses[exact] = self._matrices[after[exact]]
         before = np.maximum(after - 1, 0)
         gap = self._times[after] - self._times[before]
-        between = (
-            ~exact
-            & (self._times[before] < times)
-            & (times < self._times[after])
-            & (gap <= self._max_gap_ns)
-        )
-        if between.any():
-            first = before[between]
-            last = after[between]
-            share = (times[between] - self._times[first]) / gap[between]
-            moved = self._matrices[first, :3, 3] + share[:, None] * (
-                self._matrices[last, :3, 3] - self._matrices[first, :3, 3]
-            )
-            poses[between] = rigid(_slerp(self._q[first], self._q[last], share), moved)
+        between = ~exact & (gap <= self._max_gap_ns)
+        between &= (self._times[before] < times) & (times < self._times[after])
+        if not between.any():
+            return poses
+        first = before[between]
+        last = after[between]
+        share = (times[between] - self._times[first]) / gap[between]
+        start = self._matrices[first, :3, 3]
+        step = self._matrices[last, :3, 3] - start
+        moved = start + share[:, None] * step
+        # On the shortest way between both rotations (Shoemake 1985).
+        q_first = self._q[first]
+        q_last = self._q[last]
+        cosine = np.einsum("ti,ti->t", q_first, q_last)
+        q_last = np.where(cosine[:, None] < 0, -q_last, q_last)
+        angle = np.arccos(np.clip(np.abs(cosine), 0, 1))
+        sine = np.sin(angle)
+        close = sine < 1e-9
+        safe = np.where(close, 1.0, sine)
+        rest = 1 - share
+        a = np.where(close, rest, np.sin(rest * angle) / safe)
+        b = np.where(close, share, np.sin(share * angle) / safe)
+        q = np.asarray(a[:, None] * q_first + b[:, None] * q_last)
+        poses[between] = rigid(q, moved)
         return poses
-
-
-def _slerp(first: F64, last: F64, share: F64) -> F64:
-    """Return quaternions (T, 4) on the shortest way from ``first`` to ``last`` (Shoemake 1985)."""
-    cosine = np.einsum("ti,ti->t", first, last)
-    last = np.where(cosine[:, None] < 0, -last, last)
-    angle = np.arccos(np.clip(np.abs(cosine), 0, 1))
-    sine = np.sin(angle)
-    close = sine < 1e-9
-    safe = np.where(close, 1.0, sine)
-    a = np.where(close, 1 - share, np.sin((1 - share) * angle) / safe)
-    b = np.where(close, share, np.sin(share * angle) / safe)
-    return np.asarray(a[:, None] * first + b[:, None] * last)

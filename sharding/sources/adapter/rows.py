@@ -17,12 +17,7 @@ from numpy.typing import NDArray
 
 from fuelrail.pipeline.channels.series import parts_of_series
 from fuelrail.pipeline.errors import SourceError
-from fuelrail.pipeline.sample.schema import (
-    SCHEMA,
-    CameraMeta,
-    Meta,
-    encode_stacked,
-)
+from fuelrail.pipeline.sample.schema import SCHEMA, CameraMeta, Mask, Meta, encode_stacked
 from fuelrail.sharding.sources.adapter.arrays import (
     clip_arrays,
     stacked_geometry,
@@ -45,6 +40,7 @@ from fuelrail.sharding.sources.adapter.members import (
     NO_POSE,
     NOT_IN_CLIP,
     NOTED,
+    Entry,
     MemberFinder,
     StampedReference,
     check_inside,
@@ -324,9 +320,9 @@ class ClipRows:
         self,
         where: str,
         frames: Sequence[Frame],
-        images_found: Sequence[Mapping[str, StampedReference | str]],
+        images_found: Sequence[Mapping[str, Entry]],
         arrays: ClipArrays,
-    ) -> NDArray[np.bool_]:
+    ) -> Mask:
         """Return which frames are samples (F,); count those left out, and note what the policy
         refuses.
         """
@@ -388,8 +384,8 @@ class ClipRows:
     def _check_sweep_poses(
         self,
         where: str,
-        images_found: Sequence[Mapping[str, StampedReference | str]],
-        mask: NDArray[np.bool_],
+        images_found: Sequence[Mapping[str, Entry]],
+        mask: Mask,
         arrays: ClipArrays,
     ) -> None:
         """Note the sweeps of samples that have no ego pose."""
@@ -413,7 +409,7 @@ class ClipRows:
         self,
         where: str,
         frames: Sequence[Frame],
-        mask: NDArray[np.bool_],
+        mask: Mask,
         arrays: ClipArrays,
     ) -> ClipBoxes:
         rows = [
@@ -434,8 +430,8 @@ class ClipRows:
     def _collect_image_sizes(
         self,
         frames: Sequence[Frame],
-        images_found: Sequence[Mapping[str, StampedReference | str]],
-    ) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+        images_found: Sequence[Mapping[str, Entry]],
+    ) -> tuple[NDArray[np.int32], Mask]:
         """Return the sizes (F, N, 2) [px], -1 where there is no image."""
         channels = [camera.channel for camera in self.sensors.cameras]
         sizes = []
@@ -457,7 +453,7 @@ class ClipRows:
     def _note_cameras(
         self,
         frames: Sequence[Frame],
-        is_there: NDArray[np.bool_],
+        is_there: Mask,
         arrays: ClipArrays,
         order: NDArray[np.intp],
     ) -> None:
@@ -506,7 +502,7 @@ class _ClipFacts:
         rows: ClipRows,
         clip: Clip,
         frames: Sequence[Frame],
-        mask: NDArray[np.bool_],
+        mask: Mask,
         arrays: ClipArrays,
         boxes: ClipBoxes,
     ) -> None:
@@ -536,7 +532,7 @@ class _ClipFacts:
     def meta(
         self,
         frame_number: int,
-        images_found: Mapping[str, StampedReference | str],
+        images_found: Mapping[str, Entry],
     ) -> Meta:
         """Return the metadata of a frame; dataset, split and license are filled in when shards
         are written.

@@ -27,7 +27,7 @@ from msgspec import Meta
 
 from fuelrail.pipeline.channels.sensors import choose_cameras, lies_on
 from fuelrail.pipeline.errors import SourceError
-from fuelrail.pipeline.sample.schema import encode_points
+from fuelrail.pipeline.sample.schema import F32, encode_points
 from fuelrail.pipeline.settings import Settings, convert
 from fuelrail.pipeline.storage.filesystem import is_url
 from fuelrail.pipeline.text import shortened
@@ -70,9 +70,6 @@ from fuelrail.sharding.sources.shared.scan_report import Findings, ScanReport
 from fuelrail.sharding.sources.source import Place, ScanInfo
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.sharding.sources.adapter.frame import Clip, Frame, Sensors
@@ -214,7 +211,7 @@ class FrameSource(Generic[S]):
         """
         return ()
 
-    def points(self, ref: str) -> NDArray[np.float32]:
+    def points(self, ref: str) -> F32:
         """Read a lidar sweep: (P, C) in the lidar's frame, columns as :meth:`sensors` names
         them.
         """
@@ -232,9 +229,8 @@ class FrameSource(Generic[S]):
     @property
     def options(self) -> dict[str, Any]:
         """All options; a mapping file of classes as what it says."""
-        values: dict[str, Any] = msgspec.json.decode(
-            msgspec.json.encode(self.given)
-        )  # no tuples, as they are stored
+        # Stored options have no tuples.
+        values: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self.given))
         return recorded(values)
 
     @property
@@ -271,9 +267,8 @@ class FrameSource(Generic[S]):
             *boxes2d,
             *([self.maps.channel] if self.maps is not None else ()),
         )
-        names = (
-            self.given.cameras if isinstance(self.given.cameras, tuple) else ()
-        )  # logs name topics besides
+        # Of logs, `cameras` names topics besides.
+        names = self.given.cameras if isinstance(self.given.cameras, tuple) else ()
         sensors, channels, left_out = _select_sensors(sensors, channels, names, self.files.shown)
         rows = ClipRows(
             out=out,

@@ -9,13 +9,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fuelrail.pipeline.channels.kinds import KINDS
 from fuelrail.pipeline.channels.table import Channel, Law
 from fuelrail.sharding.sources.adapter.channels import computed
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.sample.schema import F64, Mask
     from fuelrail.sharding.sources.shared.scan_table import Reference
 
 PAST: Final = 4
@@ -49,10 +49,10 @@ EGO: Final = Channel(
 
 
 def ego_trajectory(
-    global2ego: NDArray[np.float64],
-    ego2global: NDArray[np.float64],
-    time_s: NDArray[np.float64],
-    exists: NDArray[np.bool_],
+    global2ego: F64,
+    ego2global: F64,
+    time_s: F64,
+    exists: Mask,
 ) -> Reference:
     """Return the member of a sample with ``global2ego`` (4, 4).
 

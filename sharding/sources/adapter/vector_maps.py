@@ -4,9 +4,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -18,6 +19,9 @@ from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.adapter.channels import computed
 from fuelrail.sharding.sources.shared.scan_table import Reference
 
+if TYPE_CHECKING:
+    from fuelrail.pipeline.sample.schema import F64
+
 MAP: Final = "map:"
 """Begins the reference of a window of a map."""
 HALF_M: Final = 51.2
@@ -28,14 +32,12 @@ WINDOW_BYTES: Final = 1 << 15
 class VectorMap(NamedTuple):
     """Lines of a map: points (N, 2) in global, number of the layer, bounds (L, 4) of each."""
 
-    lines: list[NDArray[np.float64]]
+    lines: list[F64]
     layers: list[int]
-    bounds: NDArray[np.float64]
+    bounds: F64
 
     @classmethod
-    def from_lines(
-        cls, lines: list[NDArray[np.float64]], layers: list[int], where: str
-    ) -> VectorMap:
+    def from_lines(cls, lines: list[F64], layers: list[int], where: str) -> VectorMap:
         """Take lines with their bounds; raise SourceError, naming ``where``, for a place that is
         not finite.
         """
@@ -43,16 +45,14 @@ class VectorMap(NamedTuple):
             return cls([], [], np.empty((0, 4)))
         points = np.concatenate(lines)
         starts = np.cumsum([0, *map(len, lines[:-1])])
-        bounds = np.concatenate(
-            [
-                np.minimum.reduceat(points, starts),
-                np.maximum.reduceat(points, starts),
-            ],
-            1,
-        )
-        if not (finite := np.isfinite(bounds).all(1)).all():
-            row = int(np.argmin(finite))
-            bad = lines[row][~np.isfinite(lines[row]).all(1)][0]
+        low = np.minimum.reduceat(points, starts)
+        high = np.maximum.reduceat(points, starts)
+        bounds = np.concatenate([low, high], 1)
+        is_finite = np.isfinite(bounds).all(1)
+        if not is_finite.all():
+            row = int(np.argmin(is_finite))
+            line = lines[row]
+            bad = line[~np.isfinite(line).all(1)][0]
             raise SourceError(
                 f"{where}: line {row} has a vertex at {bad.tolist()}; wanted are finite numbers [m]"
             )
@@ -68,18 +68,19 @@ class MapWindows:
         self.channel = map_channel(layers)
         self._whole = lru_cache(maxsize=4)(read)
 
-    def references(self, place: str, ego2global: NDArray[np.float64]) -> list[list[Reference]]:
+    def references(self, place: str, ego2global: F64) -> list[list[Reference]]:
         """Return the member at each of these poses (F, 4, 4), made when it is written; none
         where a pose is NaN.
         """
         poses = ego2global[:, :3].reshape(-1, 12)
-        refs = [MAP + msgspec.json.encode((place, matrix)).decode() for matrix in poses.tolist()]
-        return [
-            [Reference(self.channel.field, ref, WINDOW_BYTES, is_estimate=True)] if is_known else []
-            for ref, is_known in zip(refs, np.isfinite(poses[:, 0]).tolist(), strict=True)
-        ]
+        members: list[list[Reference]] = []
+        for matrix in poses.tolist():
+            ref = MAP + msgspec.json.encode((place, matrix)).decode()
+            member = Reference(self.channel.field, ref, WINDOW_BYTES, is_estimate=True)
+            members.append([member] if math.isfinite(matrix[0]) else [])
+        return members
 
-    def make_window(self, place: str, ego2global: NDArray[np.float64]) -> Reference:
+    def make_window(self, place: str, ego2global: F64) -> Reference:
         """Return the member at a pose (4, 4), made now: best for maps that take long to read."""
         data = encoded_window(self._whole(place), ego2global[:3].ravel().tolist(), self.channel)
         return computed(self.channel, data)
@@ -119,33 +120,32 @@ def encoded_window(vector_map: VectorMap, ego2global: Sequence[float], channel: 
     )
 
 
-def window(
-    vector_map: VectorMap, ego2global: NDArray[np.float64]
-) -> dict[str, NDArray[np.generic]]:
+def window(vector_map: VectorMap, ego2global: F64) -> dict[str, NDArray[np.generic]]:
     """Return the part of a map about an ego pose (3, 4), as :func:`map_channel` has it, in the
     ego's own height.
     """
     place = ego2global[:2, 3]
     reach = HALF_M * 2**0.5 * 1.1
-    near = (vector_map.bounds[:, :2] <= place + reach).all(1) & (
-        vector_map.bounds[:, 2:] >= place - reach
-    ).all(1)
-    points = []
+    near = (vector_map.bounds[:, :2] <= place + reach).all(1)
+    near &= (vector_map.bounds[:, 2:] >= place - reach).all(1)
+    pieces = []
     layers = []
     for row in np.flatnonzero(near).tolist():
         in_ego = (vector_map.lines[row] - place) @ ego2global[:2, :2]
         for piece in cut(in_ego):
-            points.append(piece)
+            pieces.append(piece)
             layers.append(vector_map.layers[row])
-    counts = [len(piece) for piece in points]
+    counts = [len(piece) for piece in pieces]
+    points = np.concatenate([np.empty((0, 2)), *pieces])
+    lines = np.repeat(np.arange(len(pieces)), counts)
     return {
-        "point": np.concatenate([np.empty((0, 2)), *points]).astype(np.float32),
-        "line": np.repeat(np.arange(len(points)), counts).astype(np.int32),
+        "point": points.astype(np.float32),
+        "line": lines.astype(np.int32),
         "layer": np.repeat(np.array(layers, np.uint8), counts),
     }
 
 
-def cut(line: NDArray[np.float64]) -> Iterator[NDArray[np.float64]]:
+def cut(line: F64) -> Iterator[F64]:
     """Yield the pieces (K, 2) of a line (N, 2) within the window, in its order: Liang and Barsky,
     1984.
 
@@ -166,14 +166,12 @@ def cut(line: NDArray[np.float64]) -> Iterator[NDArray[np.float64]]:
             last = np.where(speed > 0, np.minimum(last, share), last)
             first = np.where(speed < 0, np.maximum(first, share), first)
             last = np.where((speed == 0) & (room < 0), -1.0, last)
-    piece: list[NDArray[np.float64]] = []
+    piece: list[F64] = []
     for segment in np.flatnonzero(first < last).tolist():
-        begin, end = (
-            start[segment] + share * step[segment] for share in (first[segment], last[segment])
-        )
-        if piece and (
-            first[segment] > 0 or last[segment - 1] < 1 or first[segment - 1] >= last[segment - 1]
-        ):
+        begin = start[segment] + first[segment] * step[segment]
+        end = start[segment] + last[segment] * step[segment]
+        before = segment - 1
+        if piece and (first[segment] > 0 or last[before] < 1 or first[before] >= last[before]):
             yield np.stack(piece)
             piece = []
         piece += [end] if piece else [begin, end]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -84,12 +85,24 @@ class DatasetPart:
 
         Their attributes are copied to ``disk``.
         """
-        numbered = (
-            (number, self._read_row(number), attributes)
-            for number, attributes in self._iter_attributes(disk)
-        )
-        for _, clip in itertools.groupby(numbered, lambda sample: sample[1].clip_id):
-            yield (((number, row), attributes) for number, row, attributes in clip)
+        index = self.dataset.index
+        clips = index.texts("clip_id").dictionary_encode().combine_chunks()
+        ids = np.array(clips.dictionary.to_pylist(), dtype=object)
+        rank = np.argsort(np.argsort(ids, kind="stable"))
+        rows = np.lexsort((index.column("frame"), rank[clips.indices.to_numpy()]))
+        names = list(self.attribute_types)
+        table = disk.table(self.dataset.attributes_file().batches(names)) if names else None
+
+        def samples() -> Iterator[Sample]:
+            # Few attributes are Python objects at a time.
+            for first in range(0, len(rows), _ROWS_AT_ONCE):
+                part = rows[first : first + _ROWS_AT_ONCE]
+                values = [{} for _ in part] if table is None else disk.take(table, part).to_pylist()
+                for number, attributes in zip(part.tolist(), values, strict=True):
+                    yield (number, self._read_row(number)), attributes
+
+        for _, clip in itertools.groupby(samples(), lambda sample: sample[0][1].clip_id):
+            yield clip
 
     def small_members(self, row: IndexRow) -> dict[str, Any]:
         """Decode metadata, geometry and boxes without reading the rest of the span."""
@@ -100,7 +113,23 @@ class DatasetPart:
                 f"dataset '{self.dataset.location}' is damaged: members outside of sample "
                 f"'{row.key}'"
             )
-        head = self._read_head(row, end)
+        shard = self.dataset.shards.name_of(row)
+        decode_head = partial(read_head, num_bytes=end, shard=shard, offset=row.offset, key=row.key)
+        try:
+            if not is_framed(shard):
+                head = self._read_bytes(row, end)
+            elif self._remote is not None:
+                head = decode_head(io.BytesIO(self._read_bytes(row, row.length)))
+            else:
+                with open_file(self.dataset.shard_path(row)) as file:
+                    file.seek(row.offset)
+                    head = decode_head(file)
+        except ShardError as error:
+            raise SourceError(f"dataset '{self.dataset.location}' is damaged: {error}") from error
+        except OSError as error:
+            raise SourceError(
+                f"shard '{self.dataset.location}/{shard}' cannot be read: {error.strerror}"
+            ) from error
         decoded: dict[str, Any] = {}
         for name, offset, stored_bytes, raw_bytes, codec, _ in entries:
             stored = head[offset : offset + stored_bytes]
@@ -146,45 +175,6 @@ class DatasetPart:
         if self._num_looks % _LOOKS_BETWEEN == 0:
             self.dataset.index.release()
         return self.dataset.index.row(number)
-
-    def _iter_attributes(self, disk: Disk) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yield each row in the order of clips and frames, with its attributes, of which few are
-        Python objects.
-        """
-        index = self.dataset.index
-        clips = index.texts("clip_id").dictionary_encode().combine_chunks()
-        rank = np.argsort(
-            np.argsort(
-                np.array(clips.dictionary.to_pylist(), dtype=object),
-                kind="stable",
-            )
-        )
-        rows = np.lexsort((index.column("frame"), rank[clips.indices.to_numpy()]))
-        names = list(self.attribute_types)
-        table = disk.table(self.dataset.attributes_file().batches(names)) if names else None
-        for first in range(0, len(rows), _ROWS_AT_ONCE):
-            part = rows[first : first + _ROWS_AT_ONCE]
-            values = [{} for _ in part] if table is None else disk.take(table, part).to_pylist()
-            yield from zip(part.tolist(), values, strict=True)
-
-    def _read_head(self, row: IndexRow, num_bytes: int) -> bytes:
-        """Read the first bytes of a span, decoded if it is a frame."""
-        name = self.dataset.shards.name_of(row)
-        if not is_framed(name):
-            return self._read_bytes(row, num_bytes)
-        try:
-            if self._remote is not None:
-                file = io.BytesIO(self._read_bytes(row, row.length))
-                return read_head(file, num_bytes, shard=name, offset=row.offset, key=row.key)
-            with open_file(self.dataset.shard_path(row)) as shard:
-                shard.seek(row.offset)
-                return read_head(shard, num_bytes, shard=name, offset=row.offset, key=row.key)
-        except ShardError as error:
-            raise SourceError(f"dataset '{self.dataset.location}' is damaged: {error}") from error
-        except OSError as error:
-            raise SourceError(
-                f"shard '{self.dataset.location}/{name}' cannot be read: {error.strerror}"
-            ) from error
 
     def _read_bytes(self, row: IndexRow, num_bytes: int) -> bytes:
         """Read the first bytes of a span as they are stored."""

@@ -7,7 +7,7 @@ shards hold them, nor in which order the datasets are named.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import msgspec
@@ -26,7 +26,6 @@ from fuelrail.pipeline.sample.schema import (
     encode_arrays,
     lidar_channel,
 )
-from fuelrail.pipeline.sample.schema import Meta as SampleMeta
 from fuelrail.pipeline.settings import Settings, convert, flag
 from fuelrail.pipeline.text import shortened
 from fuelrail.sharding.sources.fuelrail.merging import (
@@ -207,7 +206,19 @@ class FuelrailSource:
             if len(self._cameras) < self._num_cameras:
                 sample = sample.of_cameras(self._camera_rows, self._num_cameras)
                 small[GEOMETRY] = encode_arrays(sample.geometry)
-                meta = _name_by_camera(meta, self._cameras)
+                cameras = {
+                    name: camera for name, camera in meta.cameras.items() if name in self._cameras
+                }
+                stats = dict(meta.stats)
+                sync = dict(meta.sync)
+                if "max_sync_offset_ns" in stats:
+                    offsets = [
+                        abs(camera.timestamp_ns - meta.timestamp_ns) for camera in cameras.values()
+                    ]
+                    stats["max_sync_offset_ns"] = max(offsets, default=0)
+                if "dropped" in sync:
+                    sync["dropped"] = [name for name in sync["dropped"] if name in self._cameras]
+                meta = msgspec.structs.replace(meta, cameras=cameras, stats=stats, sync=sync)
                 if "num_cameras" in attributes:
                     attributes["num_cameras"] = int(sample.geometry.cam_valid.sum())
         except SchemaError as error:
@@ -258,19 +269,6 @@ class FuelrailSource:
             members=members,
             attributes=attributes,
         )
-
-
-def _name_by_camera(meta: SampleMeta, names: Collection[str]) -> SampleMeta:
-    """Return the metadata of a sample, of these cameras alone."""
-    cameras = {name: camera for name, camera in meta.cameras.items() if name in names}
-    stats = dict(meta.stats)
-    sync = dict(meta.sync)
-    if "max_sync_offset_ns" in stats:
-        offsets = [abs(camera.timestamp_ns - meta.timestamp_ns) for camera in cameras.values()]
-        stats["max_sync_offset_ns"] = max(offsets, default=0)
-    if "dropped" in sync:
-        sync["dropped"] = [name for name in sync["dropped"] if name in names]
-    return msgspec.structs.replace(meta, cameras=cameras, stats=stats, sync=sync)
 
 
 def _check_channel(key: str, name: str, part: DatasetPart) -> None:

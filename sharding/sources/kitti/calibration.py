@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.rigid import homogeneous, invert_rigid
@@ -22,7 +21,7 @@ from fuelrail.sharding.sources.shared.arrow import read_file
 from fuelrail.sharding.sources.shared.foreign import read_text
 
 if TYPE_CHECKING:
-    from fuelrail.sharding.sources.adapter.frame import F64
+    from fuelrail.pipeline.sample.schema import F32, F64
     from fuelrail.sharding.sources.shared.files import SourceFiles
 
 CATEGORIES: Final = (
@@ -99,7 +98,7 @@ def camera(projection: F64, ego2rect: F64) -> Image:
     )
 
 
-def read_points(files: SourceFiles, name: str) -> NDArray[np.float32]:
+def read_points(files: SourceFiles, name: str) -> F32:
     """Read points (P, 4): x, y, z [m] in the lidar's frame, reflectance 0 to 1."""
     data = read_file(files, name)
     if len(data) % 16:

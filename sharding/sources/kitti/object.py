@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Final
 import numpy as np
 from msgspec import Meta
 from msgspec.structs import replace
-from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
-from fuelrail.pipeline.rigid import invert_rigid
+from fuelrail.pipeline.rigid import invert_rigid, move_points
 from fuelrail.sharding.sources.adapter.frame import (
     BoxRows,
     Clip,
@@ -34,7 +33,7 @@ from fuelrail.sharding.sources.kitti.calibration import (
 from fuelrail.sharding.sources.shared.foreign import read_text
 
 if TYPE_CHECKING:
-    from fuelrail.sharding.sources.adapter.frame import F64
+    from fuelrail.pipeline.sample.schema import F32
 
 SPLITS: Final = {"training": "train", "testing": "test"}
 """Folder to split."""
@@ -141,9 +140,47 @@ class KittiObject(FrameSource[KittiObjectSettings]):
             else {}
         )
         labels = [name for name in clip.files[1:] if name.endswith(".txt")]
-        boxes, bounds = (
-            self._read_boxes(labels[0], invert_rigid(ego2rect)) if labels else (None, {})
-        )
+        boxes = None
+        bounds: dict[str, ImageBoxRows] = {}
+        if labels:
+            rect2ego = invert_rigid(ego2rect)
+            where = f"file '{self.files.shown}/{labels[0]}'"
+            rows = [
+                line.split() for line in read_text(self.files.read(labels[0]), where).splitlines()
+            ]
+            kinds = []
+            numbers_read = []
+            for line, row in enumerate(rows, 1):
+                try:
+                    values = [float(text) for text in row[1:_LABEL]]
+                except ValueError as error:
+                    raise SourceError(f"{where}: line {line}: {error}") from error
+                if len(values) != _LABEL - 1:
+                    raise SourceError(
+                        f"{where}: line {line} has {len(row)} columns, wanted are {_LABEL}"
+                    )
+                if row[0] != _TYPE_TO_IGNORE:
+                    kinds.append(row[0])
+                    numbers_read.append(values[3:14])
+            *sides, height, width, length, x, y, z, turn = np.array(numbers_read).reshape(-1, 11).T
+            # The bottom centre is given, in rectified camera 0 (y down).
+            centre = np.stack([x, y - height / 2, z], 1)
+            cos = np.cos(turn)
+            sin = np.sin(turn)
+            none = np.zeros(len(kinds))
+            # Columns: the box's forward, left and up, in the camera's axes right, down and forward.
+            axes = np.stack([cos, sin, none, none, none, none - 1, -sin, cos, none], 1).reshape(
+                -1, 3, 3
+            )
+            bounds["image_2"] = ImageBoxRows(
+                box=np.stack(sides, 1), category=kinds, row=np.arange(len(kinds))
+            )
+            boxes = BoxRows(
+                centre=move_points(centre, rect2ego),
+                size_lwh=np.stack([length, width, height], 1),
+                rotation_wxyz=quaternions(rect2ego[:3, :3] @ axes),
+                category=kinds,
+            )
         yield Frame(
             timestamp_ns=number + 1,
             images=images,
@@ -152,44 +189,6 @@ class KittiObject(FrameSource[KittiObjectSettings]):
             boxes2d=bounds,
         )
 
-    def points(self, ref: str) -> NDArray[np.float32]:
+    def points(self, ref: str) -> F32:
         """Read points (P, 4) in the lidar's frame."""
         return read_points(self.files, ref)
-
-    def _read_boxes(self, name: str, rect2ego: F64) -> tuple[BoxRows, dict[str, ImageBoxRows]]:
-        """Read the boxes of a label file, by their bottom centre in rectified camera 0 (y down);
-        and in image 2.
-        """
-        where = f"file '{self.files.shown}/{name}'"
-        rows = [line.split() for line in read_text(self.files.read(name), where).splitlines()]
-        kinds = []
-        numbers_read = []
-        for line_number, row in enumerate(rows, 1):
-            try:
-                values = [float(text) for text in row[1:_LABEL]]
-            except ValueError as error:
-                raise SourceError(f"{where}: line {line_number}: {error}") from error
-            if len(values) != _LABEL - 1:
-                raise SourceError(
-                    f"{where}: line {line_number} has {len(row)} columns, wanted are {_LABEL}"
-                )
-            if row[0] != _TYPE_TO_IGNORE:
-                kinds.append(row[0])
-                numbers_read.append(values[3:14])
-        *bounds, height, width, length, x, y, z, turn = np.array(numbers_read).reshape(-1, 11).T
-        centre = np.stack([x, y - height / 2, z], 1)
-        cos = np.cos(turn)
-        sin = np.sin(turn)
-        none = np.zeros(len(kinds))
-        # Columns: the box's forward, left and up, in the camera's axes right, down and forward.
-        axes = np.stack([cos, sin, none, none, none, none - 1, -sin, cos, none], 1).reshape(
-            -1, 3, 3
-        )
-        in_image = ImageBoxRows(box=np.stack(bounds, 1), category=kinds, row=np.arange(len(kinds)))
-        in_space = BoxRows(
-            centre=centre @ rect2ego[:3, :3].T + rect2ego[:3, 3],
-            size_lwh=np.stack([length, width, height], 1),
-            rotation_wxyz=quaternions(rect2ego[:3, :3] @ axes),
-            category=kinds,
-        )
-        return in_space, {"image_2": in_image}

@@ -17,10 +17,9 @@ from xml.etree import ElementTree
 import numpy as np
 from msgspec import Meta
 from msgspec.structs import replace
-from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
-from fuelrail.pipeline.rigid import invert_rigid, rotation_matrices
+from fuelrail.pipeline.rigid import invert_rigid, move_points, rotation_matrices
 from fuelrail.sharding.sources.adapter.boxes import boxes_by_key
 from fuelrail.sharding.sources.adapter.channels import signals, signals_channel
 from fuelrail.sharding.sources.adapter.frame import (
@@ -55,7 +54,7 @@ from fuelrail.sharding.sources.shared.foreign import (
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.channels.table import Channel
-    from fuelrail.sharding.sources.adapter.frame import F64
+    from fuelrail.pipeline.sample.schema import F32, F64, I64
     from fuelrail.sharding.sources.shared.scan_table import Reference
 
 COLOUR: Final = ("image_02", "image_03")
@@ -111,11 +110,6 @@ class _Layout(NamedTuple):
 
     drives: dict[str, str]
     calibrations: dict[str, str]
-
-
-class _Rig(NamedTuple):
-    cameras: dict[str, Image]
-    lidar2ego: F64
 
 
 class Kitti(FrameSource[KittiSettings]):
@@ -193,11 +187,11 @@ class Kitti(FrameSource[KittiSettings]):
         )
 
     @cached_property
-    def _oxts_of(self) -> Callable[[str], tuple[NDArray[np.int64], F64]]:
+    def _oxts_of(self) -> Callable[[str], tuple[I64, F64]]:
         """Times (P,) and rows (P, 30) of a drive's oxts; those of the last one are kept."""
         return lru_cache(maxsize=1)(self._read_oxts)
 
-    def _read_oxts(self, folder: str) -> tuple[NDArray[np.int64], F64]:
+    def _read_oxts(self, folder: str) -> tuple[I64, F64]:
         name = f"{folder}/oxts/data"
         numbers = numbers_of(names_in(self.files, folder, "oxts", "data"), ["txt"])
         if not numbers:
@@ -208,22 +202,24 @@ class Kitti(FrameSource[KittiSettings]):
             raise SourceError(f"'{self.files.shown}/{name}' has no row with a time")
         if len(rows) < len(numbers):
             self.noted["rows of oxts without a time, left out"] += len(numbers) - len(rows)
-        return stated[rows], np.array(looks(lambda n: self._oxts(f"{name}/{numbers[n]}"), rows))
 
-    def _oxts(self, name: str) -> list[float]:
-        text = read_file(self.files, name)
-        try:
-            numbers = list(map(float, text.split()))
-        except ValueError:
-            numbers = []
-        if len(numbers) != len(_OXTS) or not all(map(isfinite, numbers)):
-            raise SourceError(
-                f"file '{self.files.shown}/{name}' has not {len(_OXTS)} finite numbers: "
-                f"{text[:60]!r}"
-            )
-        return numbers
+        def read_row(number: int) -> list[float]:
+            file = f"{name}/{numbers[number]}"
+            text = read_file(self.files, file)
+            try:
+                row = list(map(float, text.split()))
+            except ValueError:
+                row = []
+            if len(row) != len(_OXTS) or not all(map(isfinite, row)):
+                raise SourceError(
+                    f"file '{self.files.shown}/{file}' has not {len(_OXTS)} finite numbers: "
+                    f"{text[:60]!r}"
+                )
+            return row
 
-    def _read_times(self, name: str, last: int) -> NDArray[np.int64]:
+        return stated[rows], np.array(looks(read_row, rows))
+
+    def _read_times(self, name: str, last: int) -> I64:
         """Read a file of times [ns], ``_NO_TIME`` for an empty line, as some published drives have.
 
         Raises SourceError where one is invalid, or the file ends before ``last``.
@@ -247,7 +243,23 @@ class Kitti(FrameSource[KittiSettings]):
         first camera's.
         """
         folder = self._layout.drives[clip.name]
-        rig = self._read_rig(clip)
+        calibration = self._layout.calibrations.get(clip.name[:10])
+        if calibration is None:
+            raise SourceError(
+                f"drive {clip.name} has no calibration: the file {_CALIBRATION[0]} of "
+                f"{clip.name[:10]} is nowhere in '{self.files.shown}'"
+            )
+        cams, velo, imu = (
+            read_numbers(self.files, f"{calibration}{name}") for name in _CALIBRATION
+        )
+        velo2cam = velo.transform(velo.matrix("R", 3, 3), velo.matrix("T", 1, 3)[0])
+        imu2velo = imu.transform(imu.matrix("R", 3, 3), imu.matrix("T", 1, 3)[0])
+        ego2rect = cams.transform(cams.matrix("R_rect_00", 3, 3), np.zeros(3)) @ velo2cam @ imu2velo
+        cameras = {
+            name: camera(cams.matrix(f"P_rect_{name[-2:]}", 3, 4), ego2rect)
+            for name in self._cameras
+        }
+        lidar2ego = invert_rigid(imu2velo)
         files = {
             name: numbers_of(names_in(self.files, folder, name, "data"), ["png", "jpg"])
             for name in self._cameras
@@ -283,7 +295,7 @@ class Kitti(FrameSource[KittiSettings]):
             numbers = [number for number in numbers if reference[number] != _NO_TIME]
         if num_replaced := len(without_time) - len(lacking):
             self.noted["frames without a time of their own, which have a camera's"] += num_replaced
-        boxes = self._read_tracklets(folder, invert_rigid(rig.lidar2ego))
+        boxes = self._read_tracklets(folder, invert_rigid(lidar2ego))
         members: list[list[Reference]] = [[] for _ in numbers]
         if self.given.oxts:
             members = signals(CAN, *self._oxts_of(folder), reference[numbers].tolist())
@@ -296,11 +308,11 @@ class Kitti(FrameSource[KittiSettings]):
                 image_ns = int(times[name][number])
                 images[name] = Absent("no time", ref)
                 if image_ns != _NO_TIME:
-                    images[name] = replace(rig.cameras[name], ref=ref, timestamp_ns=image_ns)
+                    images[name] = replace(cameras[name], ref=ref, timestamp_ns=image_ns)
             sweep = Sweep(
                 ref=f"{folder}/velodyne_points/data/{scans.get(number)}",
                 timestamp_ns=int(reference[number]),
-                lidar2ego=rig.lidar2ego,
+                lidar2ego=lidar2ego,
                 absent="no time" if number in without_time else "",
             )
             yield Frame(
@@ -316,26 +328,9 @@ class Kitti(FrameSource[KittiSettings]):
         """The channels of oxts, with the option."""
         return (CAN,) if self.given.oxts else ()
 
-    def points(self, ref: str) -> NDArray[np.float32]:
+    def points(self, ref: str) -> F32:
         """Read points (P, 4), not compensated for ego's motion during the sweep."""
         return read_points(self.files, ref)
-
-    def _read_rig(self, clip: Clip) -> _Rig:
-        folder = self._layout.calibrations.get(clip.name[:10])
-        if folder is None:
-            raise SourceError(
-                f"drive {clip.name} has no calibration: the file {_CALIBRATION[0]} of "
-                f"{clip.name[:10]} is nowhere in '{self.files.shown}'"
-            )
-        cams, velo, imu = (read_numbers(self.files, f"{folder}{name}") for name in _CALIBRATION)
-        velo2cam = velo.transform(velo.matrix("R", 3, 3), velo.matrix("T", 1, 3)[0])
-        imu2velo = imu.transform(imu.matrix("R", 3, 3), imu.matrix("T", 1, 3)[0])
-        ego2rect = cams.transform(cams.matrix("R_rect_00", 3, 3), np.zeros(3)) @ velo2cam @ imu2velo
-        cameras = {
-            name: camera(cams.matrix(f"P_rect_{name[-2:]}", 3, 4), ego2rect)
-            for name in self._cameras
-        }
-        return _Rig(cameras, invert_rigid(imu2velo))
 
     def _read_tracklets(self, folder: str, ego2lidar: F64) -> dict[int, BoxRows] | None:
         """Read boxes by frame number; None without tracklets.
@@ -385,7 +380,7 @@ class Kitti(FrameSource[KittiSettings]):
             track += [str(number)] * len(frame_numbers)
         centre = np.stack([x, y, z + height / 2], 1)
         rows = BoxRows(
-            centre=centre @ lidar2ego[:3, :3].T + lidar2ego[:3, 3],
+            centre=move_points(centre, lidar2ego),
             size_lwh=np.stack([length, width, height], 1),
             rotation_wxyz=quaternions(turned),
             category=categories,
@@ -419,7 +414,7 @@ def oxts_poses(rows: F64) -> F64:
     return poses
 
 
-def with_edges(times: NDArray[np.int64], rows: F64, poses: F64) -> tuple[NDArray[np.int64], F64]:
+def with_edges(times: I64, rows: F64, poses: F64) -> tuple[I64, F64]:
     """Add a pose before the first and one after the last, 0.1 s away at their velocity and rates
     of turn.
     """

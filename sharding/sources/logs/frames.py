@@ -4,7 +4,7 @@ to it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -36,7 +36,7 @@ from fuelrail.sharding.sources.shared.scan_table import Reference
 from fuelrail.sharding.sources.shared.times import nearest
 
 if TYPE_CHECKING:
-    from fuelrail.pipeline.channels.table import Channel
+    from fuelrail.pipeline.sample.schema import I64
     from fuelrail.sharding.sources.adapter.poses import Trajectory
     from fuelrail.sharding.sources.logs.topics import LogTopics
 
@@ -70,7 +70,7 @@ class FrameMaker:
         self._reference = chosen.reference
         self._all = {**self._cameras, **self._lidars, **self._given.radars}
 
-    def frames(self, times: NDArray[np.int64]) -> Iterator[Frame]:
+    def frames(self, times: I64) -> Iterator[Frame]:
         """Yield a frame for each of these times of the reference [ns]; raise SourceError."""
         index = self._index
         rows = {
@@ -150,57 +150,53 @@ class FrameMaker:
         self, times: Sequence[int], rows: Mapping[str, Sequence[int]]
     ) -> list[list[Reference]]:
         """Return the members of each time's radars, by the rows of each channel, and signals."""
+        index = self._index
         members: list[list[Reference]] = [[] for _ in times]
         for channel in self._channels:
-            parts: Iterable[list[Reference]]
-            if channel.name in self._given.radars:
-                parts = self._iter_radar_members(channel, rows[channel.name], times)
-            elif channel.source_name in self._index.signals and not self._given.series:
-                parts = signals(channel, *self._index.signals[channel.source_name], times)
-            else:
+            topic = channel.source_name
+            if channel.name not in self._given.radars:
+                if topic in index.signals and not self._given.series:
+                    parts = signals(channel, *index.signals[topic], times)
+                    for time_members, more in zip(members, parts, strict=True):
+                        time_members += more
                 continue
-            for time_members, more in zip(members, parts, strict=True):
-                time_members += more
+            vectors = channel.law.roles.get("vectors", ())
+            stamps, items = index.series[topic]
+            mount = np.eye(4)
+            if len(stamps):
+                frame_id = index.frame_ids.get(topic, "").lstrip("/")
+                mount = index.tree.sensor2ego(frame_id, self._given.ego_frame)
+            for number, (row, time) in enumerate(zip(rows[channel.name], times, strict=True)):
+                item = items[row] if row >= 0 else None
+                if not isinstance(item, LogSweep):
+                    continue
+                sensor2ego = mount
+                if self._poses is not None:
+                    # To ego at the sample's time, by the poses at both times.
+                    measured, sampled = self._poses.at(np.array([stamps[row], time]))
+                    sensor2ego = invert_rigid(sampled) @ measured @ mount
+                if np.isnan(sensor2ego).any():
+                    continue
+                sweep = RadarSweep(
+                    channel.columns,
+                    vectors,
+                    (time - int(stamps[row])) * 1e-9,
+                    sensor2ego.ravel().tolist(),
+                )
+                job = Job(
+                    kind="radar",
+                    topic=topic,
+                    place=item.place,
+                    key=None,
+                    log=msgspec.json.encode(sweep).decode(),
+                )
+                num_bytes = 128 + item.num_points * 4 * len(channel.columns)
+                members[number].append(
+                    Reference(channel.field, POINTS + job.ref, num_bytes, is_estimate=True)
+                )
         return members
 
-    def _iter_radar_members(
-        self, channel: Channel, rows: Sequence[int], times: Sequence[int]
-    ) -> Iterator[list[Reference]]:
-        """Yield the member of a radar at each time, moved to ego there by the poses at both
-        times if there are any.
-        """
-        index = self._index
-        topic = channel.source_name
-        vectors = channel.law.roles.get("vectors", ())
-        stamps, items = index.series[topic]
-        frame_id = index.frame_ids.get(topic, "").lstrip("/")
-        mount = index.tree.sensor2ego(frame_id, self._given.ego_frame) if len(stamps) else np.eye(4)
-        for row, time in zip(rows, times, strict=True):
-            item = items[row] if row >= 0 else None
-            sensor2ego = mount
-            if item is not None and self._poses is not None:
-                measured, sampled = self._poses.at(np.array([stamps[row], time]))
-                sensor2ego = invert_rigid(sampled) @ measured @ mount
-            if not isinstance(item, LogSweep) or np.isnan(sensor2ego).any():
-                yield []
-                continue
-            sweep = RadarSweep(
-                channel.columns,
-                vectors,
-                (time - int(stamps[row])) * 1e-9,
-                sensor2ego.ravel().tolist(),
-            )
-            job = Job(
-                kind="radar",
-                topic=topic,
-                place=item.place,
-                key=None,
-                log=msgspec.json.encode(sweep).decode(),
-            )
-            num_bytes = 128 + item.num_points * 4 * len(channel.columns)
-            yield [Reference(channel.field, POINTS + job.ref, num_bytes, is_estimate=True)]
-
-    def _match_fixes(self, times: NDArray[np.int64]) -> list[dict[str, float | None]]:
+    def _match_fixes(self, times: I64) -> list[dict[str, float | None]]:
         """Return the position nearest to each time, at most ``max_gap_s`` away; None where there
         is none.
         """
@@ -220,7 +216,7 @@ class FrameMaker:
             for has_fix, place in pairs
         ]
 
-    def _matched(self, channel: str, topic: str, times: NDArray[np.int64]) -> NDArray[np.intp]:
+    def _matched(self, channel: str, topic: str, times: I64) -> NDArray[np.intp]:
         """Return the row of a channel's message for each time, -1 for none.
 
         Note the delay that was estimated.

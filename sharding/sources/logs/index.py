@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import ImageError, SourceError
 from fuelrail.sharding.sources.logs.files.log_file import NOT_DESCRIBED, Locator
@@ -39,6 +38,7 @@ from fuelrail.sharding.sources.shared.foreign import parsing
 from fuelrail.sharding.sources.shared.video import is_keyframe, stream_size
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.sample.schema import F64, I64, Mask
     from fuelrail.sharding.sources.logs.files.log_file import (
         LogFile,
         Message,
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from fuelrail.sharding.sources.logs.topics import LogTopics
 
 
-_Signals: TypeAlias = "tuple[NDArray[np.int64], NDArray[np.float64]]"
+_Signals: TypeAlias = "tuple[I64, F64]"
 _AT_ONCE: Final = 4096
 """Messages that are kept until they are read together."""
 
@@ -62,10 +62,10 @@ class Shot(msgspec.Struct, frozen=True, gc=False):
     """
 
     place: Locator
-    offset: int
     length: int
-    width: int
-    height: int
+    offset: int = -1
+    width: int = 0
+    height: int = 0
     extension: str = "jpg"
     kind: Literal["bytes", "palette", "raw", "video"] = "bytes"
     key: Locator | None = None
@@ -84,7 +84,7 @@ class Series(NamedTuple):
     is there.
     """
 
-    stamps: NDArray[np.int64]
+    stamps: I64
     items: list[Shot] | list[LogSweep]
 
 
@@ -132,7 +132,7 @@ class LogIndex:
             topic: [] for topic in sensors
         }
         self._items: dict[str, list[Any]] = {topic: [] for topic in sensors}
-        self._stamped: dict[str, list[NDArray[np.int64]]] = {topic: [] for topic in sensors}
+        self._stamped: dict[str, list[I64]] = {topic: [] for topic in sensors}
         self._keys: dict[str, Locator] = {}
         self._sizes: dict[str, tuple[int, int]] = {}
         self._heads: dict[str, EncodedHead] = {}
@@ -141,7 +141,22 @@ class LogIndex:
             with parsing(f"log '{name}'"):  # times, lengths and numbers that no type of ours holds
                 self._read_file(file, set(cameras), set(lidars), options.poses)
         self.tree.settle()
-        self.series = {topic: self._sort_series(topic) for topic in sensors}
+        self.series: dict[str, Series] = {}
+        for topic in sensors:
+            items = self._items.pop(topic)
+            stamps = np.concatenate([np.empty(0, np.int64), *self._stamped.pop(topic)])
+            if self._only_keyframes and topic in self._codecs:
+                keys = [isinstance(item, Shot) and item.key == item.place for item in items]
+                items = list(itertools.compress(items, keys))
+                stamps = stamps[np.array(keys, np.bool_)]
+            times, first = np.unique(stamps, return_index=True)
+            for fault, number in (
+                ("out of order", int(np.count_nonzero(np.diff(stamps) < 0))),
+                ("with the stamp of another", len(stamps) - len(times)),
+            ):
+                if number:
+                    self.noted[f"{topic}: messages {fault}"] = number
+            self.series[topic] = Series(times, [items[row] for row in first.tolist()])
         self.signals = {}
         for topic, parts in self._signals.items():
             if parts:
@@ -222,11 +237,28 @@ class LogIndex:
                 stamps, mask = self._timed(name, messages, stamps, " (signals)")
                 self._signals[name].append((stamps[mask], values[mask]))
             if name in self.marks:
-                self._add_marks(
+                # Of annotations, those without boxes may have no stamp.
+                marked = messages
+                marks = [reader.marks(message) for message in messages]
+                if self._clock == "header":
+                    stamped = [
+                        number for number, mark in enumerate(marks) if mark.stamp_ns or mark.box
+                    ]
+                    if len(stamped) < len(marks):
+                        self.noted[f"{name}: messages without boxes or stamp"] += len(marks) - len(
+                            stamped
+                        )
+                    marked = [marked[number] for number in stamped]
+                    marks = [marks[number] for number in stamped]
+                stamps, mask = self._timed(
                     name,
-                    messages,
-                    [reader.marks(message) for message in messages],
+                    marked,
+                    np.array([mark.stamp_ns for mark in marks], np.int64),
                 )
+                self.marks[name] += [
+                    marks[number]._replace(stamp_ns=int(stamps[number]))
+                    for number in np.flatnonzero(mask).tolist()
+                ]
             elif name == poses:
                 self.poses += self._moved(name, messages, reader.poses(messages))
             elif topics[name].type in CALIBRATIONS:
@@ -237,24 +269,6 @@ class LogIndex:
                 for part in parts if is_static else self._moved(name, messages, parts):
                     self.tree.add(part, is_static=is_static)
             messages.clear()
-
-    def _add_marks(self, topic: str, messages: Sequence[Message], marks: Sequence[Marks]) -> None:
-        """Keep boxes in pictures; of annotations, those without boxes may have no stamp."""
-        if self._clock == "header":
-            stamped = [number for number, mark in enumerate(marks) if mark.stamp_ns or mark.box]
-            if len(stamped) < len(marks):
-                self.noted[f"{topic}: messages without boxes or stamp"] += len(marks) - len(stamped)
-            messages = [messages[number] for number in stamped]
-            marks = [marks[number] for number in stamped]
-        stamps, mask = self._timed(
-            topic,
-            messages,
-            np.array([mark.stamp_ns for mark in marks], np.int64),
-        )
-        self.marks[topic] += [
-            marks[number]._replace(stamp_ns=int(stamps[number]))
-            for number in np.flatnonzero(mask).tolist()
-        ]
 
     def marks_of(
         self, pictures: str, topic: str, offset_ns: int, tolerance_ns: int
@@ -309,14 +323,7 @@ class LogIndex:
         if not is_whole:
             fault = f"a picture of {length} bytes in a message of {message.length}"
             self._keys.pop(topic.name, None)  # of a video, which cannot be decoded on from here
-            return stamp_ns, Shot(
-                place=message.place,
-                offset=-1,
-                length=length,
-                width=0,
-                height=0,
-                fault=fault,
-            )
+            return stamp_ns, Shot(place=message.place, length=length, fault=fault)
         if topic.type in VIDEOS:
             return stamp_ns, self._make_frame(
                 file, topic=topic, message=message, picture=picture, where=where
@@ -325,8 +332,7 @@ class LogIndex:
             check_encoding(picture.encoding, where, has_levels=topic.name in self._levels)
             return stamp_ns, Shot(
                 place=message.place,
-                offset=-1,
-                length=picture.length,
+                length=length,
                 width=picture.width,
                 height=picture.height,
                 kind="raw",
@@ -343,14 +349,7 @@ class LogIndex:
             head = encoded_head(first_bytes, length)
         except ImageError as error:
             check_no_depth(topic.name, picture.encoding, first_bytes(64))
-            return stamp_ns, Shot(
-                place=message.place,
-                offset=-1,
-                length=length,
-                width=0,
-                height=0,
-                fault=error.message,
-            )
+            return stamp_ns, Shot(place=message.place, length=length, fault=error.message)
         if head.text:
             self._heads[topic.name] = head
         return stamp_ns, Shot(
@@ -385,16 +384,23 @@ class LogIndex:
                 ]
                 self._sizes[topic.name] = stream_size(packet, codec, where)
         key = self._keys.get(topic.name)
-        size = self._sizes.get(topic.name, (0, 0))
-        return Shot(message.place, -1, picture.length, *size, kind="video", key=key)
+        width, height = self._sizes.get(topic.name, (0, 0))
+        return Shot(
+            place=message.place,
+            length=picture.length,
+            width=width,
+            height=height,
+            kind="video",
+            key=key,
+        )
 
     def _ascending_mask(
         self,
         topic_name: str,
-        stamps: NDArray[np.int64],
-        log_ns: NDArray[np.int64],
+        stamps: I64,
+        log_ns: I64,
         places: Sequence[Locator],
-    ) -> NDArray[np.bool_]:
+    ) -> Mask:
         """Return which messages (N,) of a topic are not before others by a set clock; raise
         SourceError if an error.
 
@@ -447,22 +453,6 @@ class LogIndex:
         )
         return mask
 
-    def _sort_series(self, topic: str) -> Series:
-        items = self._items.pop(topic)
-        stamps = np.concatenate([np.empty(0, np.int64), *self._stamped.pop(topic)])
-        if self._only_keyframes and topic in self._codecs:
-            keys = [isinstance(item, Shot) and item.key == item.place for item in items]
-            items = list(itertools.compress(items, keys))
-            stamps = stamps[np.array(keys, np.bool_)]
-        times, first = np.unique(stamps, return_index=True)
-        for fault, number in (
-            ("out of order", int(np.count_nonzero(np.diff(stamps) < 0))),
-            ("with the stamp of another", len(stamps) - len(times)),
-        ):
-            if number:
-                self.noted[f"{topic}: messages {fault}"] = number
-        return Series(times, [items[row] for row in first.tolist()])
-
     def _moved(
         self, topic: str, messages: Sequence[Message], parts: Sequence[Edges]
     ) -> list[Edges]:
@@ -479,9 +469,9 @@ class LogIndex:
         self,
         topic: str,
         messages: Sequence[Message],
-        stamp_ns: NDArray[np.int64],
+        stamp_ns: I64,
         part: str = "",
-    ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    ) -> tuple[I64, Mask]:
         """Return the times that count (N,) [ns], and which messages to keep, as :meth:`_kept`.
 
         Raises SourceError also for a stamp of 0 where stamps count.

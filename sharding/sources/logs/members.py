@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from fuelrail.pipeline.errors import SourceError
-from fuelrail.pipeline.sample.schema import encode_points
+from fuelrail.pipeline.sample.schema import F32, encode_points
 from fuelrail.sharding.sources.logs.files.log_file import Locator
 from fuelrail.sharding.sources.logs.messages.clouds import (
     RadarSweep,
@@ -27,9 +27,6 @@ from fuelrail.sharding.sources.shared.pictures import plain_or_damaged
 from fuelrail.sharding.sources.shared.video import StreamDecoder
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.sharding.sources.logs.files.recordings import Recordings
     from fuelrail.sharding.sources.logs.topics import LogTopics
@@ -94,7 +91,7 @@ class LogMembers:
         self._all_places = cache(self._places)
         self.num_decoded = 0
 
-    def points(self, job: Job) -> NDArray[np.float32]:
+    def points(self, job: Job) -> F32:
         """Read a sweep: (P, 6), or that of a radar."""
         where = f"topic '{job.topic}', message {job.place}"
         message = self._file(job.place.file).read(job.place)
@@ -137,8 +134,31 @@ class LogMembers:
             for task in todo[place]:
                 if isinstance(task, Job):
                     yield task, self._make_member(task)
-                else:
-                    yield from self._push_message(*task, decoders)
+                    continue
+                # Push a message of a video into its group's decoder; the last one flushes it.
+                group, number = task
+                where = f"topic '{group.topic}'"
+                message = self._file(group.places[number].file).read(group.places[number])
+                reader = self._reader(group.topic)
+                decoder = decoders.get(id(group))
+                if decoder is None:
+                    decoder = decoders[id(group)] = StreamDecoder(
+                        reader.video_format(message), self._form, where
+                    )
+                picture = reader.picture(message)
+                data = memoryview(message.data)[picture.offset : picture.offset + picture.length]
+                remaining = set(group.jobs)
+                jpegs = list(decoder.push(number, data, remaining))
+                if number == group.last:
+                    jpegs += decoder.flush(remaining)
+                    self.num_decoded += decoder.num_decoded
+                    del decoders[id(group)]
+                for frame, jpeg in jpegs:
+                    yield group.jobs.pop(frame), jpeg
+                if number == group.last and group.jobs:
+                    raise SourceError(
+                        f"{where}: message {group.places[min(group.jobs)]} cannot be decoded"
+                    )
 
     def _make_member(self, job: Job) -> Buffer:
         if job.kind in ("points", "radar"):
@@ -155,36 +175,6 @@ class LogMembers:
             )
         data = memoryview(message.data)[picture.offset : picture.offset + picture.length]
         return plain_or_damaged(data) if job.kind == "palette" else data
-
-    def _push_message(
-        self, group: _Group, number: int, decoders: dict[int, StreamDecoder]
-    ) -> Iterator[tuple[Job, Buffer]]:
-        """Push message ``number`` of a video into its group's decoder; yield jobs whose frames come
-        out.
-
-        The last message of a group flushes the decoder. Raises SourceError where a job is left
-        then.
-        """
-        where = f"topic '{group.topic}'"
-        message = self._file(group.places[number].file).read(group.places[number])
-        reader = self._reader(group.topic)
-        decoder = decoders.get(id(group))
-        if decoder is None:
-            decoder = decoders[id(group)] = StreamDecoder(
-                reader.video_format(message), self._form, where
-            )
-        picture = reader.picture(message)
-        data = memoryview(message.data)[picture.offset : picture.offset + picture.length]
-        remaining = set(group.jobs)
-        jpegs = list(decoder.push(number, data, remaining))
-        if number == group.last:
-            jpegs += decoder.flush(remaining)
-            self.num_decoded += decoder.num_decoded
-            del decoders[id(group)]
-        for frame, jpeg in jpegs:
-            yield group.jobs.pop(frame), jpeg
-        if number == group.last and group.jobs:
-            raise SourceError(f"{where}: message {group.places[min(group.jobs)]} cannot be decoded")
 
     def _group_jobs(self, jobs: Sequence[Job]) -> list[_Group]:
         """Return the runs of messages from a keyframe to the last one wanted; runs that touch

@@ -10,7 +10,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.adapter.channels import signal_series
@@ -39,6 +38,7 @@ from fuelrail.sharding.sources.source import VideoStart
 if TYPE_CHECKING:
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.sample.arrays import Buffer
+    from fuelrail.pipeline.sample.schema import F32, I64
     from fuelrail.sharding.sources.source import Reads
 
 
@@ -71,7 +71,7 @@ class LogSource(FrameSource[LogSettings]):
         )
         self.topics = LogTopics(self.recordings, self.given)
         self._index: LogIndex | None = None
-        self._cuts: dict[str, tuple[str, NDArray[np.int64]]] = {}
+        self._cuts: dict[str, tuple[str, I64]] = {}
         self._videos: dict[tuple[str, str], tuple[int, int]] = {}
 
     @property
@@ -177,7 +177,7 @@ class LogSource(FrameSource[LogSettings]):
         poses = self.poses(clip) if self.given.radars else None
         return FrameMaker(self._indexed(log), self.topics, self.noted, poses).frames(times)
 
-    def points(self, ref: str) -> NDArray[np.float32]:
+    def points(self, ref: str) -> F32:
         """Read a sweep."""
         return self._members.points(Job.parse(ref))
 
@@ -196,9 +196,8 @@ class LogSource(FrameSource[LogSettings]):
                 counts[job.log, job.topic] += 1
                 first.setdefault((job.log, job.topic), job)
 
-        members = LogMembers(
-            self.recordings, self.topics, JpegForm()
-        )  # one, for it keeps where messages are
+        # There is one, for it keeps where messages are.
+        members = LogMembers(self.recordings, self.topics, JpegForm())
         return [
             VideoStart(
                 *self._videos[name],

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from fuelrail.sharding.sources.shared.times import nearest
 
 if TYPE_CHECKING:
-    I64 = NDArray[np.int64]
+    from fuelrail.pipeline.sample.schema import I64
 
 _STEADY = 0.7
 """Length of the mean direction of offsets [0, 1] from which on a sensor counts as triggered with
@@ -29,9 +29,9 @@ def estimated_offset_ns(reference_ns: I64, stamps_ns: I64) -> int:
     if len(stamps_ns) < 2 or not len(reference_ns):
         return 0
     period = float(np.median(np.diff(stamps_ns)))
-    inside = reference_ns[
-        (reference_ns >= stamps_ns[0] - period) & (reference_ns <= stamps_ns[-1] + period)
-    ]
+    first = stamps_ns[0] - period
+    last = stamps_ns[-1] + period
+    inside = reference_ns[(reference_ns >= first) & (reference_ns <= last)]
     if not len(inside) or period <= 0:
         return 0
     differences = (stamps_ns[nearest(stamps_ns, inside)] - inside).astype(np.float64)
@@ -40,7 +40,8 @@ def estimated_offset_ns(reference_ns: I64, stamps_ns: I64) -> int:
         return 0
     offset = float(np.angle(mean)) / (2 * np.pi) * period
     rest = differences - offset
-    return round(offset + float(np.median(rest - np.round(rest / period) * period)))
+    rest -= np.round(rest / period) * period
+    return round(offset + float(np.median(rest)))
 
 
 def matched(

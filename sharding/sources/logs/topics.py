@@ -103,25 +103,18 @@ class LogTopics:
                     series=self.given.series,
                 )
             )
-        return (*channels_found, *self._find_radars())
-
-    def _find_radars(self) -> list[Channel]:
-        """Return the channels of radars by the first message of each topic; raise SourceError
-        where there is none.
-        """
         if not self.given.radars:
-            return []
-        topics = self._recordings.chosen("radars", self.given.radars, CLOUDS)
+            return tuple(channels_found)
+        radars = self._recordings.chosen("radars", self.given.radars, CLOUDS)
         names_in_use = {*self.cameras, *self.lidars}
         if bad := [
-            name for name in self.given.radars if name in names_in_use or name not in topics
+            name for name in self.given.radars if name in names_in_use or name not in radars
         ]:
             raise ConfigError(
                 f"radars: '{bad[0]}' must be in lower case, and no other channel: "
                 f"{', '.join(sorted(names_in_use))}"
             )
-        channels_found = []
-        for channel, name in topics.items():
+        for channel, name in radars.items():
             files = (
                 self._recordings.log_file(file)
                 for _, files in self._recordings.logs
@@ -141,7 +134,7 @@ class LogTopics:
                     name,
                 )
             )
-        return channels_found
+        return tuple(channels_found)
 
     def check(self, where: str) -> None:
         """Raise SourceError or ConfigError for options that do not fit the topics of the source

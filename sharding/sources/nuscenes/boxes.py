@@ -11,7 +11,6 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fuelrail.pipeline.storage.columns import ROWS_AT_ONCE
 from fuelrail.sharding.sources.adapter.boxes import velocities
@@ -21,6 +20,7 @@ from fuelrail.sharding.sources.adapter.frame import BoxRows
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from fuelrail.pipeline.sample.schema import I64
     from fuelrail.pipeline.storage.columns import Disk
     from fuelrail.sharding.sources.nuscenes.geometry import SceneRows
     from fuelrail.sharding.sources.nuscenes.joined import Joined
@@ -100,19 +100,19 @@ class Annotations:
         for first in range(0, len(self), ROWS_AT_ONCE):
             sample = self.links["sample_token"][first : first + ROWS_AT_ONCE]
             order.append(sample * self._radix + np.arange(first, first + len(sample)))
-        self._order: NDArray[np.int64] = order.values
+        self._order: I64 = order.values
         self._order.sort()
         starts = self._disk.column(np.int64)
         for first in range(0, num_samples + 1, ROWS_AT_ONCE):
             numbers = np.arange(first, min(first + ROWS_AT_ONCE, num_samples + 1))
             starts.append(np.searchsorted(self._order, numbers * self._radix))
-        self._starts: NDArray[np.int64] = starts.values
+        self._starts: I64 = starts.values
         self._disk.release()
 
     def __len__(self) -> int:
         return len(self._joined["sample_annotation"])
 
-    def _find_rows(self, samples: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def _find_rows(self, samples: I64) -> tuple[I64, I64]:
         """Return rows of the annotations of samples (S,), sample by sample, and their numbers
         (S,).
         """
@@ -127,28 +127,6 @@ class Annotations:
         self._disk.used(4 * len(rows))
         return rows, ends - starts
 
-    def _compute_velocity(
-        self, rows: NDArray[np.int64], timestamp_us: NDArray[np.int64]
-    ) -> NDArray[np.float64]:
-        """Return the velocity of the boxes in global (M, 3), from the neighbouring annotations
-        of their tracks.
-        """
-        neighbours = [self.links[name][rows] for name in ("prev", "next")]
-        rows_used, place = np.unique(np.concatenate([rows, *neighbours]), return_inverse=True)
-        own_places, *linked = np.split(place, 3)
-        prev, following = np.full((2, len(rows_used)), -1)
-        prev[own_places], following[own_places] = (
-            np.where(link < 0, -1, linked_place)
-            for link, linked_place in zip(neighbours, linked, strict=True)
-        )
-        sample = self.links["sample_token"][rows_used]
-        return velocities(
-            self.columns["translation"][rows_used],
-            timestamp_us[sample],
-            prev,
-            following,
-        )[own_places]
-
     def scene_boxes(self, scene: SceneRows, attributes: Sequence[str]) -> list[BoxRows]:
         """Return the boxes of a scene's samples in global; ``attributes`` are the source's.
 
@@ -162,15 +140,31 @@ class Annotations:
         category = self._joined["instance"].links["category_token"][
             self.links["instance_token"][rows]
         ]
+        if stated is not None:
+            velocity = stated[rows]
+        else:
+            neighbours = [self.links[name][rows] for name in ("prev", "next")]
+            rows_used, place = np.unique(np.concatenate([rows, *neighbours]), return_inverse=True)
+            own_places, *linked = np.split(place, 3)
+            prev, following = np.full((2, len(rows_used)), -1)
+            prev[own_places], following[own_places] = (
+                np.where(link < 0, -1, linked_place)
+                for link, linked_place in zip(neighbours, linked, strict=True)
+            )
+            sample = self.links["sample_token"][rows_used]
+            velocity = velocities(
+                self.columns["translation"][rows_used],
+                scene.keyframes.timestamp_us[sample],
+                prev,
+                following,
+            )[own_places]
         columns: dict[str, Any] = {
             "centre": self.columns["translation"][rows],
             "size_lwh": self.columns["size"][rows][:, [1, 0, 2]],
             "rotation_wxyz": self.columns["rotation"][rows],
             "category": [self.categories[row] for row in category.tolist()],
             "track": self._joined["instance"].tokens.take(self.links["instance_token"][rows]),
-            "velocity": self._compute_velocity(rows, scene.keyframes.timestamp_us)
-            if stated is None
-            else stated[rows],
+            "velocity": velocity,
             "num_lidar_pts": self.columns["num_lidar_pts"][rows],
             "num_radar_pts": self.columns["num_radar_pts"][rows],
             "visibility": self._visibility_code[visibility],
@@ -187,7 +181,7 @@ class Annotations:
             boxes.append(BoxRows(**box_columns, in_global=True, unknown_visibility=levels))
         return boxes
 
-    def rows_of(self, sample: int) -> NDArray[np.int64]:
+    def rows_of(self, sample: int) -> I64:
         """Return rows of one sample's annotations, in the order of its boxes."""
         return self._find_rows(np.array([sample]))[0]
 

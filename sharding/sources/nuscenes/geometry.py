@@ -15,7 +15,6 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.rigid import rigid
@@ -25,6 +24,7 @@ from fuelrail.sharding.sources.adapter.frame import Image, Sweep
 from fuelrail.sharding.sources.nuscenes.tables import check_finite
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.sample.schema import F64, I64
     from fuelrail.pipeline.storage.columns import Disk
     from fuelrail.sharding.sources.nuscenes.joined import Joined
     from fuelrail.sharding.sources.nuscenes.tables import Log, Scene, Sensor
@@ -76,10 +76,10 @@ class SceneRows(NamedTuple):
     keyframes: Keyframes
     scene: Scene
     log: Log
-    samples: NDArray[np.int64]
+    samples: I64
     tokens: list[str]
     timestamp_us: list[int]
-    ego2global: NDArray[np.float64]
+    ego2global: F64
     images: list[dict[str, Image]]
     lidars: list[dict[str, Sweep]]
     radars: list[dict[str, Sweep]]
@@ -111,14 +111,12 @@ class SensorPoses:
             for name in ("translation", "rotation"):
                 check_finite(columns[name][rows], owners, table="ego_pose", column=name)
 
-    def sensor_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    def sensor_of(self, rows: I64) -> I64:
         """Return numbers of the sensors of rows of ``sample_data``."""
-        numbers: NDArray[np.int64] = self._calibrated.links["sensor_token"][
-            self.calibrated_of[rows]
-        ]
+        numbers: I64 = self._calibrated.links["sensor_token"][self.calibrated_of[rows]]
         return numbers
 
-    def sensor2ego(self, calibrated: NDArray[np.int64]) -> NDArray[np.float64]:
+    def sensor2ego(self, calibrated: I64) -> F64:
         """Return matrices (..., 4, 4) of rows of ``calibrated_sensor`` (...)."""
         columns = self._calibrated.columns
         return np.asarray(
@@ -128,12 +126,12 @@ class SensorPoses:
             )
         )
 
-    def ego2global(self, poses: NDArray[np.int64]) -> NDArray[np.float64]:
+    def ego2global(self, poses: I64) -> F64:
         """Return matrices (..., 4, 4) of rows of ``ego_pose`` (...)."""
         columns = self._poses.columns
         return np.asarray(rigid(columns["rotation"][poses], columns["translation"][poses]))
 
-    def calibrations(self, rows: NDArray[np.int64]) -> dict[int, dict[str, Any]]:
+    def calibrations(self, rows: I64) -> dict[int, dict[str, Any]]:
         """Return intrinsics, lens and place on the vehicle as an `Image` has them, of rows of
         ``calibrated_sensor``.
         """
@@ -202,7 +200,7 @@ class Keyframes:
         self._folder = folder
         self._stay = stay
         self.sensor_poses = SensorPoses(joined)
-        self.timestamp_us: NDArray[np.int64] = joined["sample"].columns["timestamp"]
+        self.timestamp_us: I64 = joined["sample"].columns["timestamp"]
         sensors = self.sensor_poses.sensors
         used = np.flatnonzero(np.bincount(self.sensor_poses.calibrated_of))
         by_kind: dict[str, dict[str, int]] = {
@@ -261,7 +259,7 @@ class Keyframes:
                 )
             self.disk.used(len(sample))
 
-    def ego2global(self, samples: NDArray[np.int64]) -> NDArray[np.float64]:
+    def ego2global(self, samples: I64) -> F64:
         """Return poses of samples (S, 4, 4), NaN for none."""
         rows = self.sensor_rows[samples]
         if not rows.size or not len(self.joined["sample_data"]):
@@ -286,7 +284,7 @@ class Keyframes:
         matrices[poses >= 0] = self.sensor_poses.ego2global(poses[poses >= 0])
         return matrices
 
-    def scenes(self) -> Iterator[tuple[int, NDArray[np.int64]]]:
+    def scenes(self) -> Iterator[tuple[int, I64]]:
         """Yield each row of table ``scene`` with its samples in time order, which may be none."""
         scene_of = self.joined["sample"].links["scene_token"]
         order = np.lexsort((self.timestamp_us, scene_of))
@@ -296,7 +294,7 @@ class Keyframes:
         ):
             yield row, order[first:end]
 
-    def scene_rows(self, samples: NDArray[np.int64]) -> SceneRows:
+    def scene_rows(self, samples: I64) -> SceneRows:
         """Return the joined rows of some samples of a scene (S,)."""
         rows = self.sensor_rows[samples]
         has = rows >= 0

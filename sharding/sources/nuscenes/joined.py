@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple
 
 import msgspec
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import DTypeLike
 
 from fuelrail.pipeline.errors import SourceError
-from fuelrail.pipeline.sample.schema import NUM_DIST
+from fuelrail.pipeline.sample.schema import I64, NUM_DIST, Mask
 from fuelrail.pipeline.storage.columns import Column
 from fuelrail.sharding.sources.nuscenes.tables import (
     Log,
@@ -298,7 +298,7 @@ class JoinedTable:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def append(self, records: list[Any], rows: Mapping[str, NDArray[np.int64]]) -> None:
+    def append(self, records: list[Any], rows: Mapping[str, I64]) -> None:
         """Add records and the rows of tables of few rows that they link to; raises SourceError
         for bad numbers.
         """
@@ -328,7 +328,7 @@ class JoinedTable:
             )
 
 
-def all_sensors(sensors: Sequence[Sensor]) -> NDArray[np.bool_]:
+def all_sensors(sensors: Sequence[Sensor]) -> Mask:
     """Return which sensors are cameras, lidars or radars."""
     return np.array(
         [sensor.modality in ("camera", "lidar", "radar") for sensor in sensors],
@@ -348,7 +348,7 @@ class Joined:
         tables: Tables,
         disk: Disk,
         plan: Mapping[str, Stored],
-        select_sensors: Callable[[Sequence[Sensor]], NDArray[np.bool_]] = all_sensors,
+        select_sensors: Callable[[Sequence[Sensor]], Mask] = all_sensors,
         cut: Cut | None = None,
     ) -> None:
         """Read all tables of the plan; raise SourceError for what is wrong in them, and for
@@ -362,9 +362,8 @@ class Joined:
             table = self._tables[name] = JoinedTable(name, stored, disk)
             for piece in tables.read(name, _record_type(name, stored)):
                 records: list[Any] = piece
-                if (
-                    name == "ego_pose"
-                ):  # of one for each of nuScenes' 2.6 million rows, few are of keyframes
+                if name == "ego_pose":
+                    # nuScenes has a pose for each of 2.6 million rows, and few are of keyframes.
                     records = poses.select(records, list(map(_TOKEN, records)))
                 elif stored.keyframes:
                     records = [record for record in records if record.is_key_frame]
@@ -377,7 +376,32 @@ class Joined:
             elif name == "sample" and not len(table):
                 raise SourceError(f"table '{tables.path(name)}' has no rows: nothing to shard")
         for name in _LARGE:
-            self._join_links(name)
+            into = []
+            for source in self._tables.values():
+                into += [(source, field) for field, link in source.to.items() if link.to == name]
+            if not into:
+                continue
+            target = self[name].tokens
+            # Tokens are compared with themselves too, to find one that is there twice; of poses
+            # not all are there.
+            self_links = [] if name == "ego_pose" else [target]
+            rows_found = target.rows_of(
+                *self_links, *(source.link_texts[field] for source, field in into)
+            )
+            for (source, field), rows in zip(into, rows_found[len(self_links) :], strict=True):
+                link = source.to[field]
+                source.links[field] = rows
+                if field not in source.stored.may_dangle:
+                    target.check(
+                        rows,
+                        source.link_texts[field],
+                        table=source.name,
+                        column=field,
+                        owners=source.tokens,
+                        may_be_empty=link.may_be_empty,
+                        cut=self._cut if link.if_cut == "clear" else None,
+                        remedy="" if link.if_cut == "error" else self._cut.remedy,
+                    )
 
     def __getitem__(self, name: str) -> JoinedTable:
         return self._tables[name]
@@ -389,7 +413,7 @@ class Joined:
         }
         records = self._cut.select(records, table.name, **required)
         tokens_added = list(map(_TOKEN, records))
-        rows = dict[str, NDArray[np.int64]]()
+        rows = dict[str, I64]()
         for field in table.links:
             link = table.to[field]
             tokens = _tokens(records, field)
@@ -413,40 +437,11 @@ class Joined:
         return records
 
     @cached_property
-    def _is_wanted(self) -> NDArray[np.bool_]:
+    def _is_wanted(self) -> Mask:
         """Which rows of ``calibrated_sensor`` are of a wanted sensor."""
         return np.asarray(
             self._wanted(self["sensor"].records)[self["calibrated_sensor"].links["sensor_token"]]
         )
-
-    def _join_links(self, name: str) -> None:
-        """Make row numbers of all links to a large table."""
-        into = []
-        for table in self._tables.values():
-            into += [(table, field) for field, link in table.to.items() if link.to == name]
-        if not into:
-            return
-        target = self[name].tokens
-        # Tokens are compared with themselves too, to find one that is there twice; of poses not all
-        # are there.
-        self_links = [] if name == "ego_pose" else [target]
-        rows_found = target.rows_of(
-            *self_links, *(table.link_texts[field] for table, field in into)
-        )
-        for (table, field), rows in zip(into, rows_found[len(self_links) :], strict=True):
-            link = table.to[field]
-            table.links[field] = rows
-            if field not in table.stored.may_dangle:
-                target.check(
-                    rows,
-                    table.link_texts[field],
-                    table=table.name,
-                    column=field,
-                    owners=table.tokens,
-                    may_be_empty=link.may_be_empty,
-                    cut=self._cut if link.if_cut == "clear" else None,
-                    remedy="" if link.if_cut == "error" else self._cut.remedy,
-                )
 
 
 _TOKEN: Final = attrgetter("token")

@@ -71,12 +71,10 @@ from fuelrail.sharding.sources.shared.joins import Cut
 from fuelrail.sharding.sources.shared.points import parse_points
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from fuelrail.pipeline.sample.arrays import Buffer
+    from fuelrail.pipeline.sample.schema import F32, I64
     from fuelrail.pipeline.storage.columns import Disk
     from fuelrail.sharding.sources.adapter.frame import BoxRows
-    from fuelrail.sharding.sources.nuscenes.tables import Log, Scene
     from fuelrail.sharding.sources.shared.scan_table import ScanWriter
     from fuelrail.sharding.sources.source import Place, ScanInfo
 
@@ -252,7 +250,7 @@ class TableSource(FrameSource[S]):
 
     ego_origin = "rear_axle_ground"
 
-    def points(self, ref: str) -> NDArray[np.float32]:
+    def points(self, ref: str) -> F32:
         """Read a sweep: rows of five float32, ``.npy``, or PCD with these columns; or a radar's."""
         if ref.startswith("{"):
             return msgspec.json.decode(ref, type=RadarFiles).points(self.files.read)
@@ -266,7 +264,7 @@ class TableSource(FrameSource[S]):
 class _SceneClip(Clip, frozen=True, kw_only=True):
     """A scene with the rows of its samples (S,), in time order."""
 
-    samples: NDArray[np.int64]
+    samples: I64
 
 
 class NuScenesSource(TableSource[NuScenesOptions]):
@@ -422,7 +420,23 @@ class NuScenesSource(TableSource[NuScenesOptions]):
         for row, samples in keyframes.scenes():
             scene = scenes[row]
             log = logs[joined["scene"].links["log_token"][row]]
-            self._check_chain(scene, samples)
+            # Samples in the order of time are the scene's next links, and nbr_samples of them.
+            is_cut = self.given.dangling_links == "cut"
+            table = self._keyframes.joined["sample"]
+            if len(samples) != scene.nbr_samples and not is_cut:
+                raise SourceError(
+                    f"table 'scene': '{scene.name}' has nbr_samples {scene.nbr_samples}, "
+                    f"table 'sample' has {len(samples)} of it"
+                )
+            following = table.links["next"][samples]
+            wrong = (following != np.append(samples[1:], -1)[: len(samples)]) & ~(
+                is_cut & (following < 0)
+            )
+            if wrong.any():
+                raise SourceError(
+                    f"table 'sample': row '{table.tokens[int(samples[wrong.argmax()])]}' of "
+                    f"scene '{scene.name}': its next is not the scene's following sample in time"
+                )
             if not len(samples):
                 continue
             for sample in samples[[0, -1]].tolist():
@@ -430,11 +444,18 @@ class NuScenesSource(TableSource[NuScenesOptions]):
                     int(keyframes.timestamp_us[sample]),
                     joined["sample"].tokens[sample],
                 )
-            tags = {
-                "location": log.location,
-                "description": scene.description,
-                **_conditions(scene, log),
-            }
+            # nuScenes' own descriptions name night and rain wherever they occur, so there a
+            # description without the word is a denial. Those of others deny nothing by silence,
+            # and an empty one (nuScenes' test split) says nothing at all.
+            text = scene.description.lower()
+            names_all = text and (
+                log.location in _NUSCENES_LOCATIONS or log.location.startswith(_SYNTHETIC)
+            )
+            tags: dict[str, Any] = {"location": log.location, "description": scene.description}
+            for word, pattern in _CONDITIONS.items():
+                is_stated = bool(pattern.search(text))
+                if is_stated or names_all:
+                    tags[word] = is_stated
             times_ns = (keyframes.timestamp_us[samples] * NS_PER_US).tolist()
             files, series = self._can.series(self.files, scene.name, times_ns)
             yield _SceneClip(
@@ -450,27 +471,6 @@ class NuScenesSource(TableSource[NuScenesOptions]):
                 series=series,
             )
 
-    def _check_chain(self, scene: Scene, samples: NDArray[np.int64]) -> None:
-        """Raise SourceError where samples in time order are not the scene's ``next`` links, or
-        not ``nbr_samples``.
-        """
-        is_cut = self.given.dangling_links == "cut"
-        table = self._keyframes.joined["sample"]
-        if len(samples) != scene.nbr_samples and not is_cut:
-            raise SourceError(
-                f"table 'scene': '{scene.name}' has nbr_samples {scene.nbr_samples}, "
-                f"table 'sample' has {len(samples)} of it"
-            )
-        following = table.links["next"][samples]
-        wrong = (following != np.append(samples[1:], -1)[: len(samples)]) & ~(
-            is_cut & (following < 0)
-        )
-        if wrong.any():
-            raise SourceError(
-                f"table 'sample': row '{table.tokens[int(samples[wrong.argmax()])]}' of "
-                f"scene '{scene.name}': its next is not the scene's following sample in time"
-            )
-
     def frames(self, clip: Clip) -> Iterator[Frame]:
         """Yield the samples of a scene; raises SourceError for one that has no pose, and for
         files of unknown kinds.
@@ -480,9 +480,8 @@ class NuScenesSource(TableSource[NuScenesOptions]):
         channel_groups = self.given.channels
         rows = keyframes.scene_rows(clip.samples)
         cameras = [name.lower() for name in keyframes.cameras]
-        boxes: Sequence[BoxRows | None] = [None] * len(
-            rows.tokens
-        )  # a test split has no annotations
+        # A test split has no annotations.
+        boxes: Sequence[BoxRows | None] = [None] * len(rows.tokens)
         if len(self._annotations):
             boxes = self._annotations.scene_boxes(rows, self.box_attributes)
         for number, token in enumerate(rows.tokens):
@@ -562,19 +561,3 @@ class NuScenesSource(TableSource[NuScenesOptions]):
                     f"tables; there are: {', '.join(folders)}"
                 )
         return version
-
-
-def _conditions(scene: Scene, log: Log) -> dict[str, bool]:
-    """Return night and rain as far as the free-text description states them, and nothing that it
-    does not state.
-
-    nuScenes' own descriptions name both wherever they occur, so there a description without the
-    word is a denial. Those of others deny nothing by silence, and an empty one (nuScenes' test
-    split) says nothing at all.
-    """
-    text = scene.description.lower()
-    stated = {word: bool(pattern.search(text)) for word, pattern in _CONDITIONS.items()}
-    names_all = text and (
-        log.location in _NUSCENES_LOCATIONS or log.location.startswith(_SYNTHETIC)
-    )
-    return stated if names_all else {word: True for word, is_stated in stated.items() if is_stated}

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
-from fuelrail.pipeline.sample.schema import SWEEPS_FIELD, Sweeps, encode_arrays
+from fuelrail.pipeline.sample.schema import F32, F64, I64, SWEEPS_FIELD, Mask, Sweeps, encode_arrays
 from fuelrail.sharding.sources.adapter.frame import FileMember
 from fuelrail.sharding.sources.nuscenes.geometry import NS_PER_US, SensorPoses
 from fuelrail.sharding.sources.nuscenes.joined import SWEEPS, Joined
@@ -37,7 +36,7 @@ class SweepList(msgspec.Struct, frozen=True, array_like=True):
     timestamp_ns: list[int]
     lidar2global: list[list[float]]
 
-    def member(self, read: Callable[[str], NDArray[np.float32]]) -> bytes:
+    def member(self, read: Callable[[str], F32]) -> bytes:
         """Return the member's bytes; ``read`` gives a file's points (P, C)."""
         sweeps = [read(file) for file in self.files]
         poses = np.tile(np.eye(4), (len(self.files), 1, 1))
@@ -69,7 +68,7 @@ class SensorSweeps:
         raises SourceError.
         """
 
-        def has_modality(sensors: Sequence[Sensor]) -> NDArray[np.bool_]:
+        def has_modality(sensors: Sequence[Sensor]) -> Mask:
             return np.array([sensor.modality == modality for sensor in sensors], np.bool_)
 
         joined = Joined(tables, disk, SWEEPS, has_modality)
@@ -101,9 +100,7 @@ class SensorSweeps:
                 rows.append(row)
         return rows
 
-    def files(
-        self, numbers: Sequence[int]
-    ) -> tuple[list[str], NDArray[np.int64], NDArray[np.float64]]:
+    def files(self, numbers: Sequence[int]) -> tuple[list[str], I64, F64]:
         """Return the files of rows, their times [ns], and their sensors then to global, rigid
         (N, 4, 4).
         """

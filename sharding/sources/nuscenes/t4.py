@@ -69,8 +69,7 @@ if TYPE_CHECKING:
     import os
     from collections import Counter
 
-    from numpy.typing import NDArray
-
+    from fuelrail.pipeline.sample.schema import F64, I64
     from fuelrail.sharding.sources.nuscenes.geometry import SceneRows
     from fuelrail.sharding.sources.shared.files import SourceFiles
     from fuelrail.sharding.sources.shared.scan_table import (
@@ -308,7 +307,7 @@ class T4(TableSource[T4Settings]):
                 token=rows.tokens[number],
             )
 
-    def _states(self, dataset: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    def _states(self, dataset: str) -> tuple[I64, F64]:
         """Return times [ns] and numbers of the vehicle's states; note a dataset without them."""
         rows = []
         if f"{vehicle_state.TABLE}.json" in self.files.listed(f"{dataset}{_FOLDER}"):

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from fuelrail.pipeline.channels.sensors import choose_cameras
 from fuelrail.pipeline.errors import SourceError
@@ -36,6 +35,7 @@ from fuelrail.sharding.sources.shared.windows import open_file
 if TYPE_CHECKING:
     from typing import BinaryIO
 
+    from fuelrail.pipeline.sample.schema import F64, Mask
     from fuelrail.pipeline.storage.columns import Texts
     from fuelrail.sharding.sources.shared.files import SourceFiles
 
@@ -96,7 +96,7 @@ def select_sensors(
     where: str,
     *,
     radars: bool,
-) -> NDArray[np.bool_]:
+) -> Mask:
     """Return which sensors are lidars, of these cameras (none: all), or ``radars``; ConfigError
     for an unknown one.
     """
@@ -183,7 +183,10 @@ class Tables:
             try:
                 return strict(data)
             except msgspec.ValidationError:
-                piece = _FLOAT_TIME.sub(_rounded, data)  # Lyft has fractions of microseconds
+                # Lyft has fractions of microseconds.
+                piece = _FLOAT_TIME.sub(
+                    lambda time: time[1] + str(round(float(time[2]))).encode(), data
+                )
                 if piece == data:
                     raise
                 return strict(piece)
@@ -226,39 +229,26 @@ def _pieces(file: BinaryIO, path: str, decode: Callable[[bytes], list[R]]) -> It
         raise SourceError(f"table '{path}' is not a JSON list")
     pending = body[1:]
     while more := file.read(_PIECE_BYTES):
-        piece = (b"[", memoryview(pending)[: (cut := _last_gap(pending))], b"]")
-        if cut and (records := _decoded(b"".join(piece), decode)) is not None:
-            yield records
-            pending = pending[cut:].lstrip()[1:]
+        # The last "}" that is followed by a comma and the next record.
+        end = len(pending)
+        while (end := pending.rfind(b"}", 0, end)) > 0:
+            rest = pending[end + 1 : end + 64].lstrip()
+            if rest.startswith(b",") and rest[1:].lstrip().startswith(b"{"):
+                break
+        if end > 0:
+            cut = end + 1
+            try:
+                records = decode(b"".join((b"[", memoryview(pending)[:cut], b"]")))
+            except msgspec.ValidationError:
+                raise
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                pass
+            else:
+                yield records
+                pending = pending[cut:].lstrip()[1:]
         pending += more
         check_most(len(pending), f"a record of table '{path}'", _MOST_RECORD)
     yield decode(b"[" + pending)
-
-
-def _last_gap(data: bytes) -> int:
-    """Return the position after the last ``}`` that is followed by a comma and the next record,
-    0 without one.
-    """
-    end = len(data)
-    while (end := data.rfind(b"}", 0, end)) > 0:
-        rest = data[end + 1 : end + 64].lstrip()
-        if rest.startswith(b",") and rest[1:].lstrip().startswith(b"{"):
-            return end + 1
-    return 0
-
-
-def _decoded(piece: bytes, decode: Callable[[bytes], list[R]]) -> list[R] | None:
-    """Decode the piece's records; None where it is not JSON."""
-    try:
-        return decode(piece)
-    except msgspec.ValidationError:
-        raise
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return None
-
-
-def _rounded(match: re.Match[bytes]) -> bytes:
-    return match[1] + str(round(float(match[2]))).encode()
 
 
 def check_time(timestamp_us: int, token: str) -> None:
@@ -273,14 +263,14 @@ def check_time(timestamp_us: int, token: str) -> None:
         )
 
 
-def vectors(values: Sequence[tuple[float, ...]], length: int) -> NDArray[np.float64]:
+def vectors(values: Sequence[tuple[float, ...]], length: int) -> F64:
     """Return vectors of some length as an array (N, length), twice as fast as numpy's own way."""
     packed = struct.pack(f"{length * len(values)}d", *itertools.chain.from_iterable(values))
     return np.frombuffer(packed, np.float64).reshape(-1, length)
 
 
 def check_finite(
-    values: NDArray[np.float64],
+    values: F64,
     owners: Sequence[str] | Texts,
     *,
     table: str,

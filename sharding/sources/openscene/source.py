@@ -14,14 +14,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import numpy as np
 from msgspec import Meta
-from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.rigid import invert_rigid
 from fuelrail.pipeline.text import shortened
 from fuelrail.sharding.sources.adapter.channels import value_channel
 from fuelrail.sharding.sources.adapter.frame import (
-    F64,
     BoxRows,
     Clip,
     Frame,
@@ -43,6 +41,7 @@ from fuelrail.sharding.sources.shared.points import parse_points
 from fuelrail.sharding.sources.shared.times import nearest
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.sample.schema import F32, F64
     from fuelrail.sharding.sources.shared.scan_table import Reference
 
 _LOGS: Final = ("navsim_logs", "meta_datas")
@@ -258,7 +257,7 @@ class OpenScene(FrameSource[OpenSceneSettings]):
             ego_accel=(*state[2:], np.nan),
         )
 
-    def points(self, ref: str) -> NDArray[np.float32]:
+    def points(self, ref: str) -> F32:
         """Read points (P, 6) in the merged lidar's frame."""
         return parse_points(self.files.read(ref), _POINTS, f"file '{self.files.shown}/{ref}'")
 

@@ -25,6 +25,7 @@ from fuelrail.sharding.sources.shared.foreign import parsing
 from fuelrail.sharding.sources.shared.windows import open_file
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.sample.schema import F64
     from fuelrail.sharding.sources.shared.files import SourceFiles
 
 QUATERNION: Final = ("qw", "qx", "qy", "qz")
@@ -199,7 +200,7 @@ def columns(
     return arrays
 
 
-def stacked(table: Mapping[str, NDArray[Any]], names: Sequence[str]) -> NDArray[np.float64]:
+def stacked(table: Mapping[str, NDArray[Any]], names: Sequence[str]) -> F64:
     """Return columns of numbers as one array (rows, columns)."""
     return np.stack([table[name] for name in names], 1).astype(np.float64)
 
@@ -264,7 +265,35 @@ class BoundedParquet(pq.ParquetFile):  # type: ignore[misc] # pyarrow has no typ
         self._bytes_columns: list[str] = []
         self._rows_at_once = _MOST_ROWS
         for group in range(self.metadata.num_row_groups):
-            self._check_group(group)
+            row_group = self.metadata.row_group(group)
+            num_bytes_of_group = 0
+            for number in range(self.metadata.num_columns):
+                chunk = row_group.column(number)
+                column = chunk.path_in_schema
+                label = f"{self._where}: column '{column}'"
+                num_bytes = chunk.total_uncompressed_size
+                check_most(num_bytes, label, _MOST_COLUMN)
+                if chunk.physical_type != "BYTE_ARRAY":
+                    num_bytes = self._count_bytes(group, number)
+                    check_most(num_bytes, f"{label}, decoded,", _MOST_COLUMN)
+                    num_bytes_of_group += num_bytes
+                    continue
+                check_most(
+                    chunk.num_values * _OFFSET_BYTES,
+                    f"{label}, decoded,",
+                    _MOST_COLUMN,
+                )
+                if chunk.num_values * num_bytes <= _MOST_COLUMN or column in self._bytes_columns:
+                    continue
+                if self.schema.column(number).max_repetition_level or (
+                    "DELTA_BYTE_ARRAY" in chunk.encodings
+                ):
+                    self._rows_at_once = max(min(self._rows_at_once, _MOST_COLUMN // num_bytes), 1)
+                else:
+                    self._bytes_columns.append(column)
+            if num_bytes_of_group > _MOST_COLUMN:
+                rows = _MOST_COLUMN * row_group.num_rows // num_bytes_of_group
+                self._rows_at_once = max(min(self._rows_at_once, rows), 1)
         self._packed = (
             pq.ParquetFile(
                 source,
@@ -276,37 +305,6 @@ class BoundedParquet(pq.ParquetFile):  # type: ignore[misc] # pyarrow has no typ
             else None
         )
 
-    def _check_group(self, group: int) -> None:
-        row_group = self.metadata.row_group(group)
-        num_bytes_of_group = 0
-        for number in range(self.metadata.num_columns):
-            chunk = row_group.column(number)
-            column = chunk.path_in_schema
-            label = f"{self._where}: column '{column}'"
-            num_bytes = chunk.total_uncompressed_size
-            check_most(num_bytes, label, _MOST_COLUMN)
-            if chunk.physical_type != "BYTE_ARRAY":
-                num_bytes = self._count_bytes(group, number)
-                check_most(num_bytes, f"{label}, decoded,", _MOST_COLUMN)
-                num_bytes_of_group += num_bytes
-                continue
-            check_most(
-                chunk.num_values * _OFFSET_BYTES,
-                f"{label}, decoded,",
-                _MOST_COLUMN,
-            )
-            if chunk.num_values * num_bytes <= _MOST_COLUMN or column in self._bytes_columns:
-                continue
-            if self.schema.column(number).max_repetition_level or (
-                "DELTA_BYTE_ARRAY" in chunk.encodings
-            ):
-                self._rows_at_once = max(min(self._rows_at_once, _MOST_COLUMN // num_bytes), 1)
-            else:
-                self._bytes_columns.append(column)
-        if num_bytes_of_group > _MOST_COLUMN:
-            rows = _MOST_COLUMN * row_group.num_rows // num_bytes_of_group
-            self._rows_at_once = max(min(self._rows_at_once, rows), 1)
-
     def _count_bytes(self, group: int, number: int) -> int:
         """Return the bytes that a column of a row group takes at most when it is decoded."""
         chunk = self.metadata.row_group(group).column(number)
@@ -314,16 +312,6 @@ class BoundedParquet(pq.ParquetFile):  # type: ignore[misc] # pyarrow has no typ
             return int(chunk.num_values * (chunk.total_uncompressed_size + _OFFSET_BYTES))
         width = _WIDTHS.get(chunk.physical_type) or self.schema.column(number).length
         return int(chunk.num_values * width)
-
-    def _is_small(self, row_groups: Sequence[int], columns: Sequence[str] | None) -> bool:
-        """Return whether these columns of row groups are surely within the limit together."""
-        paths = [self.schema.column(number).path for number in range(self.metadata.num_columns)]
-        wanted = None if columns is None else set(columns)
-        num_bytes = 0
-        for number, path in enumerate(paths):
-            if wanted is None or path in wanted or path.partition(".")[0] in wanted:
-                num_bytes += sum(self._count_bytes(group, number) for group in row_groups)
-        return num_bytes <= _MOST_COLUMN
 
     def iter_batches(
         self,
@@ -374,8 +362,16 @@ class BoundedParquet(pq.ParquetFile):  # type: ignore[misc] # pyarrow has no typ
         **options: Any,
     ) -> pa.Table:
         """Read row groups; raise SourceError where they take more than the limit."""
-        if self._packed is None and self._is_small(row_groups, columns):
-            return super().read_row_groups(list(row_groups), columns, **options)
+        if self._packed is None:
+            # Read at once what is surely within the limit together.
+            selected = None if columns is None else set(columns)
+            most_bytes = 0
+            for number in range(self.metadata.num_columns):
+                path = self.schema.column(number).path
+                if selected is None or path in selected or path.partition(".")[0] in selected:
+                    most_bytes += sum(self._count_bytes(group, number) for group in row_groups)
+            if most_bytes <= _MOST_COLUMN:
+                return super().read_row_groups(list(row_groups), columns, **options)
         batches = []
         num_bytes = 0
         size = self._rows_at_once

@@ -71,9 +71,8 @@ def looks(look: Callable[[A], T], items: Sequence[A]) -> list[T]:
     rest = items[_NUM_TRIED:]
     if time.perf_counter() - start < _SLOW_LOOK_S * len(results) or not rest:
         return results + [look(item) for item in rest]
-    size = min(
-        -(-len(rest) // _NUM_THREADS), _MOST_TOGETHER
-    )  # a task takes as long as a look at a fast file
+    # A task takes as long as a look at a fast file.
+    size = min(-(-len(rest) // _NUM_THREADS), _MOST_TOGETHER)
     parts = [rest[first : first + size] for first in range(0, len(rest), size)]
     with ThreadPoolExecutor(min(_NUM_THREADS, len(parts)), "look") as pool:
         return results + [
@@ -167,10 +166,8 @@ class FolderFiles(_VisibleNames):
             return None
         except (OSError, ValueError) as error:
             raise _unread(path, error) from error
-        if stat.S_IFMT(status.st_mode) not in (
-            stat.S_IFREG,
-            stat.S_IFDIR,
-        ):  # a FIFO would wait for a writer
+        if stat.S_IFMT(status.st_mode) not in (stat.S_IFREG, stat.S_IFDIR):
+            # A FIFO would wait for a writer.
             raise SourceError(f"'{path}' is a FIFO, socket or device; wanted is a file")
         return FileFacts(status.st_size, str(status.st_mtime_ns))
 
@@ -212,9 +209,8 @@ class FolderFiles(_VisibleNames):
 
         Refuse more than ``most``.
         """
-        descriptor = self.descriptor(
-            name
-        )  # a file object takes twice as long, and scans read many heads
+        # A file object takes twice as long, and scans read many heads.
+        descriptor = self.descriptor(name)
         try:
             num_bytes = os.fstat(descriptor).st_size - offset if length is None else length
             check_most(num_bytes, f"file '{self._root}/{name}'", limit)

@@ -17,7 +17,6 @@ from xml.parsers import expat
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import FuelrailError, SourceError
 from fuelrail.pipeline.settings import explain, parse_yaml
@@ -26,6 +25,8 @@ from fuelrail.sharding.sources.shared.files import check_no_pointer
 
 if TYPE_CHECKING:
     from collections import Counter
+
+    from fuelrail.pipeline.sample.schema import F64
 
 T = TypeVar("T")
 
@@ -226,7 +227,7 @@ class JsonFacts(NamedTuple):
             )
         return value
 
-    def matrix(self, path: str, size: int, camera: str = "") -> NDArray[np.float64]:
+    def matrix(self, path: str, size: int, camera: str = "") -> F64:
         """Return a matrix (size, size)."""
         value = self.read(path, camera)
         try:

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
 import pyarrow.compute as pc
-from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.storage.columns import ROWS_AT_ONCE, Texts
 from fuelrail.sharding.sources.shared.scan_report import Findings
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.sample.schema import I64, Mask
     from fuelrail.pipeline.storage.columns import Disk
 
 _ROWS_OF_PART: Final = 1 << 18
@@ -53,7 +53,7 @@ class Tokens(Texts):
         tokens = itertools.chain.from_iterable(part.to_pylist() for part in self.parts())
         return {token: row for row, token in enumerate(tokens)}
 
-    def find(self, tokens: Sequence[str]) -> NDArray[np.int64]:
+    def find(self, tokens: Sequence[str]) -> I64:
         """Return the row number of each token; -1 where there is none. For a table of few rows."""
         return np.fromiter(
             map(self._row_of.get, tokens, itertools.repeat(-1)),
@@ -61,7 +61,7 @@ class Tokens(Texts):
             len(tokens),
         )
 
-    def rows_of(self, *links: Texts) -> list[NDArray[np.int64]]:
+    def rows_of(self, *links: Texts) -> list[I64]:
         """Return for each column each token's row number, -1 where there is none.
 
         Raises SourceError where two rows have one of these tokens.
@@ -93,7 +93,7 @@ class Tokens(Texts):
 
     def check(
         self,
-        rows: NDArray[np.int64],
+        rows: I64,
         links: Sequence[str] | Texts,
         *,
         table: str,
@@ -138,7 +138,7 @@ class TextFilter:
     """
 
     @cached_property
-    def _is_wanted(self) -> NDArray[np.bool_]:
+    def _is_wanted(self) -> Mask:
         return np.zeros(_HASHES, np.bool_)
 
     def add(self, texts: Sequence[str]) -> None:
@@ -150,7 +150,7 @@ class TextFilter:
         return list(itertools.compress(records, self._is_wanted[_hash_texts(texts)].tolist()))
 
 
-def _hash_texts(texts: Sequence[str]) -> NDArray[np.int64]:
+def _hash_texts(texts: Sequence[str]) -> I64:
     return np.fromiter(map(hash, texts), np.int64, len(texts)) & (_HASHES - 1)
 
 

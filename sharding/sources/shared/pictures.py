@@ -129,7 +129,7 @@ class ConvertiblePng(ImageInfo):
     """
 
 
-def convertible_png(head: Buffer, max_pixels: int = MAX_PIXELS) -> ConvertiblePng | None:
+def convertible_png(head: Buffer) -> ConvertiblePng | None:
     """Return the header of a PNG that can be converted without a change of its colours; None for
     other images.
     """
@@ -137,7 +137,7 @@ def convertible_png(head: Buffer, max_pixels: int = MAX_PIXELS) -> ConvertiblePn
         return None
     width, height, bits, colour = struct.unpack_from(">IIBB", head, 16)
     is_odd = colour == _PALETTE or (colour == _GRAY and bits < 8)
-    if not is_odd or bits not in (1, 2, 4, 8) or not 0 < width * height <= max_pixels:
+    if not is_odd or bits not in (1, 2, 4, 8) or not 0 < width * height <= MAX_PIXELS:
         return None
     components = 3 if colour == _PALETTE else 1
     return ConvertiblePng(
@@ -272,18 +272,15 @@ def _decode_jpeg(data: Buffer) -> None:
         simplejpeg.decode_jpeg(data, "GRAY", min_height=1, min_width=1, strict=True)
     except ValueError as error:
         # TurboJPEG knows the usual sampling factors alone; others decode, without its warnings.
-        if "subsampling" in str(error) and _decodes_by_opencv(data):
-            return
+        if "subsampling" in str(error):
+            import numpy as np
+
+            with needs("a JPEG with unusual sampling factors"):
+                import cv2
+
+            if cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_GRAYSCALE) is not None:
+                return
         raise ImageError(f"a damaged JPEG: {error}") from error
-
-
-def _decodes_by_opencv(data: Buffer) -> bool:
-    import numpy as np
-
-    with needs("a JPEG with unusual sampling factors"):
-        import cv2
-
-    return cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_GRAYSCALE) is not None
 
 
 def _decode_png(data: Buffer) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,9 @@ from fuelrail.pipeline.errors import SchemaError, SourceError
 from fuelrail.pipeline.sample.arrays import read_npy
 from fuelrail.sharding.sources.shared.files import check_no_pointer
 from fuelrail.sharding.sources.shared.foreign import parsing
+
+if TYPE_CHECKING:
+    from fuelrail.pipeline.sample.schema import F32
 
 _NPY: Final = b"\x93NUMPY"
 _PCD: Final = (b"# .PCD", b"VERSION")
@@ -33,7 +36,7 @@ _PCD_TYPES: Final = (
 _HEADER_BYTES: Final = 1 << 12
 
 
-def parse_points(data: bytes, columns: Sequence[str], where: str) -> NDArray[np.float32]:
+def parse_points(data: bytes, columns: Sequence[str], where: str) -> F32:
     """Read points (P, C): ``.npy`` of (P, C), binary or text PCD with these columns, or rows of C
     float32.
 

@@ -18,6 +18,7 @@ from fuelrail.pipeline.errors import SourceError
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.sample.arrays import Buffer
+    from fuelrail.pipeline.sample.schema import I64
     from fuelrail.sharding.sources.shared.windows import FileWindow
 
 VARINT: Final = 0
@@ -93,7 +94,7 @@ def alike(
             table = table[~same]
 
 
-def numbers(columns: NDArray[np.uint8]) -> NDArray[np.int64]:
+def numbers(columns: NDArray[np.uint8]) -> I64:
     """Return the varints (N,) whose bytes are the rows of (N, B)."""
     return (columns & 0x7F).astype(np.int64) @ (1 << 7 * np.arange(columns.shape[1]))
 

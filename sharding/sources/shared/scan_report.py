@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from fuelrail.pipeline.sample.image_header import ImageInfo
+    from fuelrail.pipeline.sample.schema import F64
 
 _MOST_NAMES: Final = 12
 _MOST_CHARACTERS: Final = 60
@@ -93,16 +94,15 @@ class ScanReport(msgspec.Struct, kw_only=True):
     def note_principal_points(
         self,
         channels: Sequence[str],
-        intrinsics: NDArray[np.float64],
+        intrinsics: F64,
         sizes: NDArray[np.integer[Any]],
     ) -> None:
         """Note images whose K does not seem to be theirs: K (F, N, 3, 3), sizes (F, N, 2) [px],
         not over 0: none.
         """
         points = intrinsics[..., :2, 2]
-        outside = ((points < -0.5) | (points > sizes - 0.5)).any(-1) & (sizes > 0).all(
-            -1
-        )  # not where NaN
+        # Where a point is NaN it counts as inside.
+        outside = ((points < -0.5) | (points > sizes - 0.5)).any(-1) & (sizes > 0).all(-1)
         for channel, number in zip(channels, np.count_nonzero(outside, 0).tolist(), strict=True):
             text = (
                 "principal point outside of the image: are the intrinsics those of images of "
@@ -118,10 +118,8 @@ class ScanReport(msgspec.Struct, kw_only=True):
     def builtins(self) -> dict[str, Any]:
         """Return the report for JSON: fields in order, the names in each sorted."""
         values: dict[str, Any] = msgspec.to_builtins(self, order="deterministic")
-        for name in (
-            "cut_links",
-            "damaged",
-        ):  # of some sources, and some options
+        for name in ("cut_links", "damaged"):
+            # They are of some sources, and some options.
             if not values[name]:
                 del values[name]
         return values

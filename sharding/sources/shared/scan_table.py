@@ -426,7 +426,19 @@ class ScanTable:
         """Return one row as bytes, which are the same for the same content; :func:`decode_row`
         takes them.
         """
-        start, ends = self._place(number // ROWS_PER_BATCH)
+        batch = number // ROWS_PER_BATCH
+        place = self._places.get(batch)
+        if place is None:
+            if len(self._places) == _MOST_PLACES:
+                self._places.clear()
+            column = self._file.get_batch(batch).column(_SAMPLE)
+            _, ends, encoded = column.buffers()
+            place = (
+                encoded.address - self._start,
+                memoryview(bytes(ends)).cast("i"),
+            )
+            self._places[batch] = place
+        start, ends = place
         row = number % ROWS_PER_BATCH
         data: bytes = self._bytes.read_at(ends[row + 1] - ends[row], start + ends[row])
         return data
@@ -467,20 +479,3 @@ class ScanTable:
         for number in range(self._file.num_record_batches):
             yield self._file.get_batch(number)
             self._map.madvise(mmap.MADV_DONTNEED)
-
-    def _place(self, number: int) -> tuple[int, memoryview]:
-        """Return where a batch's encoded rows begin in the file, and where each begins in them
-        and the last ends.
-        """
-        place = self._places.get(number)
-        if place is None:
-            if len(self._places) == _MOST_PLACES:
-                self._places.clear()
-            column = self._file.get_batch(number).column(_SAMPLE)
-            _, ends, data = column.buffers()
-            place = (
-                data.address - self._start,
-                memoryview(bytes(ends)).cast("i"),
-            )
-            self._places[number] = place
-        return place

@@ -269,7 +269,25 @@ def _look_at_end(
             break
         is_long = not ignore_zeros and num_zeros > _MOST_ZEROS
     else:
-        return None, _find_fault_of_zeros(end, num_bytes, num_zeros)
+        if num_zeros < _END_BYTES:
+            return None, (
+                f"has no end: its last member ends at byte {end}, and {num_zeros} bytes of "
+                f"zeros follow, where every tar ends with {_END_BYTES}; it may be cut off "
+                "between two members: get the file again, or take it as it is with the option "
+                "ignore_zeros=true"
+            )
+        num_blocks = (num_bytes + num_zeros) // _BLOCK
+        num_zero_blocks = num_zeros // _BLOCK
+        for record in range(1, _MOST_BLOCKS + 1):
+            if num_blocks % record == 0 and num_zero_blocks < record + 2:
+                return None, ""
+        return None, (
+            f"has {num_zeros} bytes of zeros from byte {end} on, more than the end that tar "
+            f"writes in records of at most {_MOST_BLOCKS} blocks; a download that was cut, in a "
+            "file that had its full size before, looks like this, and so does a tar of larger "
+            "records (`tar -b`); get the file again, or take it as it is with the option "
+            "ignore_zeros=true"
+        )
     if num_zeros < _BLOCK:
         raise SourceError(f"{where} is cut off, or has a damaged header, at byte {end}")
     first = end + num_zeros // _BLOCK * _BLOCK
@@ -286,27 +304,4 @@ def _look_at_end(
         f"ends at byte {end}, and another member follows at byte {first}: these are tars "
         "joined by `cat`, or a part of the tar was overwritten with zeros; the option "
         "ignore_zeros=true reads what follows, too"
-    )
-
-
-def _find_fault_of_zeros(end: int, num_bytes: int, num_zeros: int) -> str:
-    """Return what is wrong with the zeros behind a tar's members; empty where nothing is."""
-    if num_zeros < _END_BYTES:
-        return (
-            f"has no end: its last member ends at byte {end}, and {num_zeros} bytes of "
-            f"zeros follow, where every tar ends with {_END_BYTES}; it may be cut off "
-            "between two members: get the file again, or take it as it is with the option "
-            "ignore_zeros=true"
-        )
-    num_blocks = (num_bytes + num_zeros) // _BLOCK
-    num_zero_blocks = num_zeros // _BLOCK
-    for record in range(1, _MOST_BLOCKS + 1):
-        if num_blocks % record == 0 and num_zero_blocks < record + 2:
-            return ""
-    return (
-        f"has {num_zeros} bytes of zeros from byte {end} on, more than the end that tar "
-        f"writes in records of at most {_MOST_BLOCKS} blocks; a download that was cut, in a "
-        "file that had its full size before, looks like this, and so does a tar of larger "
-        "records (`tar -b`); get the file again, or take it as it is with the option "
-        "ignore_zeros=true"
     )

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 from numpy.typing import NDArray
 
+if TYPE_CHECKING:
+    from fuelrail.pipeline.sample.schema import I64
 
-def nearest(times_ns: NDArray[np.int64], wanted_ns: NDArray[np.int64]) -> NDArray[np.intp]:
+
+def nearest(times_ns: I64, wanted_ns: I64) -> NDArray[np.intp]:
     """Return for each wanted time the row of the nearest of the ascending ``times_ns`` (N,), N > 0.
 
     Of two that are as near, the earlier one is taken.

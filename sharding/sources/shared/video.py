@@ -33,6 +33,7 @@ from fuelrail.sharding.sources.shared.protobuf import varint
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.sample.arrays import Buffer
+    from fuelrail.pipeline.sample.schema import F64
 
 CODECS: Final = ("h264", "hevc", "av1")
 _NAMES: Final = {
@@ -208,8 +209,19 @@ class VideoFile:
                 f"{self._where} has {len(order)} frames, and no frame {frame_numbers[-1]}"
             )
         if not has_times:
-            yield from self._decode_from_start(frame_numbers, form)
-            return
+            # A raw stream has no times: frames are counted.
+            chosen = set(frame_numbers)
+            number = -1
+            with self._opened() as container:
+                encoder = _Encoder(form, self._where)
+                for number, frame in enumerate(self._decoded(container)):
+                    if number in chosen:
+                        yield number, encoder.jpeg(frame, number)
+                    if number >= frame_numbers[-1]:
+                        return
+            raise SourceError(
+                f"{self._where} has {number + 1} frames, and no frame {frame_numbers[-1]}"
+            )
         keys = [position for position, packet in enumerate(order) if packet.is_keyframe]
         runs: list[tuple[int, list[int]]] = []
         group = -2
@@ -224,55 +236,35 @@ class VideoFile:
                 runs.append((keys[group_of_frame], []))
             group = group_of_frame
             runs[-1][1].append(number)
+        # Each run is decoded from a keyframe on; frames are known by their times.
+        number_of = {packet.pts: position for position, packet in enumerate(order)}
         for key, run in runs:
-            yield from self._run(order, key, run, form)
+            remaining = set(run)
+            with self._opened() as container:
+                stream = _select_stream(container)
+                if key:
+                    container.seek(order[key].pts, stream=stream)
+                if all(order[number].is_keyframe for number in run):
+                    stream.codec_context.skip_frame = "NONKEY"
+                encoder = _Encoder(form, self._where)
+                for frame in self._decoded(container):
+                    number = number_of.get(frame.pts, -1)
+                    if number in remaining:
+                        remaining.remove(number)
+                        yield number, encoder.jpeg(frame, number)
+                    if not remaining:
+                        break
+            if remaining:
+                raise SourceError(
+                    f"{self._where}: frame {min(remaining)} cannot be decoded: is the file cut, "
+                    "or damaged?"
+                )
 
     @cached_property
     def order(self) -> _ShownPackets:
         """The packets of the frames that are shown."""
         with self._opened() as container:
             return self._read_packets(container)
-
-    def _run(
-        self, order: Sequence[_Packet], key: int, run: list[int], form: JpegForm
-    ) -> Iterator[tuple[int, bytes]]:
-        """Decode from a keyframe on; frames are known by their times."""
-        number_of = {packet.pts: position for position, packet in enumerate(order)}
-        remaining = set(run)
-        with self._opened() as container:
-            stream = _select_stream(container)
-            if key:
-                container.seek(order[key].pts, stream=stream)
-            if all(order[number].is_keyframe for number in run):
-                stream.codec_context.skip_frame = "NONKEY"
-            encoder = _Encoder(form, self._where)
-            for frame in self._decoded(container):
-                number = number_of.get(frame.pts, -1)
-                if number in remaining:
-                    remaining.remove(number)
-                    yield number, encoder.jpeg(frame, number)
-                if not remaining:
-                    return
-        raise SourceError(
-            f"{self._where}: frame {min(remaining)} cannot be decoded: is the file cut, or damaged?"
-        )
-
-    def _decode_from_start(
-        self, frame_numbers: list[int], form: JpegForm
-    ) -> Iterator[tuple[int, bytes]]:
-        """Yield the frames of a raw stream, which has no times: frames are counted."""
-        chosen = set(frame_numbers)
-        number = -1
-        with self._opened() as container:
-            encoder = _Encoder(form, self._where)
-            for number, frame in enumerate(self._decoded(container)):
-                if number in chosen:
-                    yield number, encoder.jpeg(frame, number)
-                if number >= frame_numbers[-1]:
-                    return
-        raise SourceError(
-            f"{self._where} has {number + 1} frames, and no frame {frame_numbers[-1]}"
-        )
 
     def _read_packets(self, container: Any) -> _ShownPackets:
         packets = [
@@ -425,7 +417,22 @@ def is_keyframe(data: Buffer, codec: str, where: str) -> bool:
     head = bytes(memoryview(data)[:512])
     name = _name_codec(codec, where)
     if name == "av1":
-        return any(kind == 1 for kind in _iter_obu_types(head))
+        position = 0
+        while position < len(head):
+            kind = head[position] >> 3 & 15
+            if kind == 1:
+                return True
+            is_extended = head[position] >> 2 & 1
+            is_sized = head[position] >> 1 & 1
+            position += 1 + is_extended
+            if not is_sized:
+                break
+            try:
+                length, position = varint(head, position)
+            except ValueError:  # the head ends
+                break
+            position += length
+        return False
     position = head.find(b"\0\0\1")
     has_parameters = False
     while position >= 0 and position + 3 < len(head):
@@ -436,23 +443,6 @@ def is_keyframe(data: Buffer, codec: str, where: str) -> bool:
         position = head.find(b"\0\0\1", position + 3)
     # notes of an encoder may fill the head; only a keyframe's parameter sets precede them
     return has_parameters
-
-
-def _iter_obu_types(head: bytes) -> Iterator[int]:
-    position = 0
-    while position < len(head):
-        kind = head[position] >> 3 & 15
-        extended = head[position] >> 2 & 1
-        sized = head[position] >> 1 & 1
-        yield kind
-        position += 1 + extended
-        if not sized:
-            return
-        try:
-            length, position = varint(head, position)
-        except ValueError:  # the head ends
-            return
-        position += length
 
 
 def _name_codec(name: str, where: str) -> str:
@@ -478,7 +468,11 @@ class _Encoder:
         self._reformatter = VideoReformatter()
 
     def jpeg(self, frame: Any, number: int) -> bytes:
-        """Encode the frame as JPEG; raise SourceError for one that is damaged or rotated."""
+        """Encode the frame as JPEG; raise SourceError for one that is damaged or rotated.
+
+        Its planes have 8 bits, full range, BT.601, with the chroma of the video, or scaled and
+        4:2:0.
+        """
         if frame.is_corrupt:
             raise SourceError(
                 f"{self._where}: frame {number} is damaged, or what it builds on is missing"
@@ -488,14 +482,6 @@ class _Encoder:
                 f"{self._where} has a rotation flag of {frame.rotation} degrees, and its "
                 "calibration may be of either orientation: rotate it or clear the flag with ffmpeg"
             )
-        planes = map(np.ascontiguousarray, self._planes(frame))
-        data: bytes = simplejpeg.encode_jpeg_yuv_planes(*planes, quality=self._form.quality)
-        return data if self._form.size is None else StoredJpeg(data)
-
-    def _planes(self, frame: Any) -> list[NDArray[np.uint8]]:
-        """Return the planes of 8 bits, full range, BT.601, with the chroma of the video, or
-        scaled and 4:2:0.
-        """
         name = frame.format.name
         is_full = name.startswith("yuvj") or frame.color_range == _FULL
         matrix = frame.colorspace
@@ -534,11 +520,11 @@ class _Encoder:
             np.frombuffer(plane, np.uint8).reshape(plane.height, plane.line_size)[:, : plane.width]
             for plane in frame.planes
         ]
-        return (
-            planes
-            if is_full and _MATRICES[matrix] == _MATRICES[_BT601]
-            else _convert_planes(planes, matrix, is_full)
-        )
+        if not is_full or _MATRICES[matrix] != _MATRICES[_BT601]:
+            planes = _convert_planes(planes, matrix, is_full)
+        contiguous = map(np.ascontiguousarray, planes)
+        data: bytes = simplejpeg.encode_jpeg_yuv_planes(*contiguous, quality=self._form.quality)
+        return data if self._form.size is None else StoredJpeg(data)
 
 
 def _convert_planes(
@@ -581,7 +567,7 @@ def _convert_planes(
     ]
 
 
-def _make_ycc2rgb(matrix: int) -> NDArray[np.float64]:
+def _make_ycc2rgb(matrix: int) -> F64:
     """Return the matrix (3, 3) from full-range Y, Cb, Cr to R, G, B."""
     kr, kb = _MATRICES[matrix]
     kg = 1 - kr - kb

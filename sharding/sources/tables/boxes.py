@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import pyarrow as pa
@@ -15,6 +15,9 @@ from fuelrail.pipeline.settings import did_you_mean
 from fuelrail.sharding.sources.adapter.boxes import rows_by_key
 from fuelrail.sharding.sources.adapter.frame import NO_BOXES, BoxRows
 from fuelrail.sharding.sources.tables.values import TIME_COLUMNS, Rows, is_list
+
+if TYPE_CHECKING:
+    from fuelrail.pipeline.sample.schema import F64, I64
 
 _ROTATIONS: Final = ("q_wxyz", "q_xyzw", "qw", "qx", "qy", "qz")
 _COUNTS: Final = ("num_lidar_pts", "num_radar_pts", "visibility")
@@ -83,7 +86,7 @@ def listed_boxes(rows: Rows, *, in_global: bool) -> list[BoxRows | None]:
 def boxes_of_frames(
     rows: Rows | None,
     box_table: Rows | None,
-    times: NDArray[np.int64],
+    times: I64,
     order: NDArray[np.intp],
     *,
     in_global: bool,
@@ -127,7 +130,7 @@ def boxes_of_frames(
 def _collect_columns(rows: Rows) -> dict[str, Any]:
     """Return all columns of boxes as arrays, missing ones as None."""
 
-    def vector(name: str, parts: Sequence[str]) -> NDArray[np.float64] | None:
+    def vector(name: str, parts: Sequence[str]) -> F64 | None:
         present = [part for part in parts if part in rows]
         if present and name not in rows and len(present) < len(parts):
             missing = ", ".join(part for part in parts if part not in present)
@@ -137,7 +140,7 @@ def _collect_columns(rows: Rows) -> dict[str, Any]:
             )
         return rows.vector(name, parts) if present or name in rows else None
 
-    def required(name: str, parts: Sequence[str]) -> NDArray[np.float64]:
+    def required(name: str, parts: Sequence[str]) -> F64:
         value = vector(name, parts)
         if value is None:
             raise SourceError(f"table '{rows.table}' has no {name}, nor {', '.join(parts)}")

@@ -9,18 +9,16 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
+from fuelrail.sharding.sources.adapter.poses import OPTICAL2FLU
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.sample.schema import F64
     from fuelrail.sharding.sources.tables.tables import Table
     from fuelrail.sharding.sources.tables.values import Rows
 
-    F64 = NDArray[np.float64]
 
-_OPTICAL2FLU: Final = np.array([[0.0, 0, 1, 0], [-1, 0, 0, 0], [0, -1, 0, 0], [0, 0, 0, 1]])
-"""Columns: a camera's right, down and forward, in the axes forward, left, up."""
 CALIBRATION: Final = (
     "width",
     "height",
@@ -73,7 +71,7 @@ def read_calibration(
     if intrinsics is not None and is_corner:
         intrinsics[:, :2, 2] -= 0.5
     if sensor2ego is not None and is_flu:
-        sensor2ego = sensor2ego @ _OPTICAL2FLU
+        sensor2ego = sensor2ego @ OPTICAL2FLU
     count = len(rows)
 
     def integers(name: str) -> list[int]:
@@ -166,6 +164,6 @@ class CalibrationTable:
             pose = calibration.sensor2ego
             is_flu = self._axes.get(name, self._axes[""]) == "flu"
             if pose is not None and calibration.intrinsics is not None and is_flu:
-                calibration = calibration._replace(sensor2ego=pose @ _OPTICAL2FLU)
+                calibration = calibration._replace(sensor2ego=pose @ OPTICAL2FLU)
             calibrations[name] = calibration
         return calibrations

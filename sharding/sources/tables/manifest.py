@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import numpy as np
 from msgspec import Meta
-from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.settings import did_you_mean
@@ -91,6 +90,7 @@ if TYPE_CHECKING:
 
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.sample.arrays import Buffer
+    from fuelrail.pipeline.sample.schema import F32, I64
     from fuelrail.sharding.sources.shared.scan_table import ScanWriter
     from fuelrail.sharding.sources.source import Reads, ScanInfo
     from fuelrail.sharding.sources.tables.calibration import RowCalibration
@@ -212,9 +212,8 @@ class Manifest(FrameSource[ManifestSettings]):
         self._values: list[str] = []
         self._masks: dict[str, Channel] = {}
         self._calibrations: CalibrationTable | None = None
-        self._prefixes: list[
-            str
-        ] = []  # of the columns of each sensor in frames, such as cam.front.
+        # Prefixes of the columns of each sensor in frames, such as "cam.front.".
+        self._prefixes: list[str] = []
 
     @cached_property
     def _names(self) -> dict[str, str]:
@@ -603,7 +602,7 @@ class Manifest(FrameSource[ManifestSettings]):
             else [calibration.filled(fallback) for calibration in calibrations]
         )
 
-    def points(self, ref: str) -> NDArray[np.float32]:
+    def points(self, ref: str) -> F32:
         """Read a lidar file, or a range of a file."""
         return parse_points(
             Part.parse(ref).read(self.files),
@@ -617,7 +616,7 @@ def _list_columns(table: Table | None) -> list[str]:
     return [] if table is None else list(table.schema.names)
 
 
-def _read_times(rows: Rows, *, is_unix: bool) -> NDArray[np.int64]:
+def _read_times(rows: Rows, *, is_unix: bool) -> I64:
     """Return the times of all rows [ns]; raise SourceError where one has none."""
     times = rows.times(is_unix=is_unix)
     if times is None:

@@ -14,15 +14,14 @@ from fuelrail.sharding.sources.adapter.frame import Absent
 from fuelrail.sharding.sources.shared.times import nearest
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.sample.schema import I64
     from fuelrail.sharding.sources.adapter.frame import Image, Sweep
     from fuelrail.sharding.sources.tables.calibration import CalibrationTable
     from fuelrail.sharding.sources.tables.members import RowFiles
     from fuelrail.sharding.sources.tables.values import Rows
 
 
-def match_times(
-    frame_ns: NDArray[np.int64], sensor_ns: NDArray[np.int64], tolerance_ns: int
-) -> NDArray[np.intp]:
+def match_times(frame_ns: I64, sensor_ns: I64, tolerance_ns: int) -> NDArray[np.intp]:
     """Match measurements to frames: (F,) their numbers, -1 for none.
 
     Both times ascend. A measurement and a frame belong together where each is the other's nearest,
@@ -37,7 +36,7 @@ def match_times(
     return np.where(is_mutual & is_near, nearest_numbers, -1)
 
 
-def ascending(rows: Rows, times: NDArray[np.int64], chosen: NDArray[np.intp]) -> NDArray[np.intp]:
+def ascending(rows: Rows, times: I64, chosen: NDArray[np.intp]) -> NDArray[np.intp]:
     """Put rows into the order of time; raises SourceError where two have the same time."""
     order = chosen[np.argsort(times[chosen], kind="stable")]
     same = np.flatnonzero(np.diff(times[order]) == 0)
@@ -70,7 +69,7 @@ class SensorRows:
             for name, sensor_rows in numbers.items()
         }
 
-    def reference_times(self, reference: str) -> NDArray[np.int64]:
+    def reference_times(self, reference: str) -> I64:
         """Return the times of a sensor, ascending; without a name, of the first lidar, else the
         first camera.
         """
@@ -92,7 +91,7 @@ class SensorRows:
 
     def add(
         self,
-        frame_ns: NDArray[np.int64],
+        frame_ns: I64,
         tolerance_ms: float,
         into: Sequence[tuple[dict[str, Image | Absent], dict[str, Sweep]]],
     ) -> None:

@@ -21,9 +21,7 @@ from fuelrail.sharding.sources.tables.calibration import shared
 from fuelrail.sharding.sources.tables.columns import is_path
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
+    from fuelrail.pipeline.sample.schema import I64
     from fuelrail.sharding.sources.shared.files import SourceFiles
     from fuelrail.sharding.sources.tables.calibration import RowCalibration
     from fuelrail.sharding.sources.tables.values import Rows
@@ -122,7 +120,7 @@ class RowFiles:
         where: Paths,
         rows: Rows,
         prefix: str,
-        times: NDArray[np.int64],
+        times: I64,
         *,
         is_calibrated: bool = True,
     ) -> None:

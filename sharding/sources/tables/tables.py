@@ -116,9 +116,8 @@ def has_text(files: SourceFiles, name: str, text: str, of_column: Callable[[str]
         while block := file.read(_BLOCK_BYTES):
             if needle in rest + block:
                 return True
-            if (
-                b"\0" in block
-            ):  # no text, and perhaps without end: the reader of the rows reports it
+            if b"\0" in block:
+                # It is no text, and perhaps without end: the reader of the rows reports it.
                 return False
             rest = block[-len(needle) :]
     return False
@@ -231,9 +230,8 @@ def _open_table(files: SourceFiles, name: str) -> pa.NativeFile:
         pa.BufferReader(files.read(name, limit=_MOST_AT_URL)) if path is None else pa.OSFile(path)
     )
     head = file.read(len(LFS_MAGIC))
-    has_mark = head.startswith(codecs.BOM_UTF8) and name.endswith(
-        ".jsonl"
-    )  # what Arrow passes over in CSV only
+    # Arrow passes over the mark in CSV only.
+    has_mark = head.startswith(codecs.BOM_UTF8) and name.endswith(".jsonl")
     file.seek(len(codecs.BOM_UTF8) if has_mark else 0)
     check_no_pointer(head, f"table '{files.shown}/{name}'")
     if not head:
@@ -451,9 +449,8 @@ def _read_json_table(
         for row_number, line in _iter_lines(block, name, row):
             _check_types(line, explicit, f"table '{name}', row {row_number}")
             for column, value in line.items():
-                if b"[null" in bytes(value).replace(
-                    b" ", b""
-                ):  # what Arrow makes no list of in the first rows
+                if b"[null" in bytes(value).replace(b" ", b""):
+                    # Arrow makes no list of it in the first rows.
                     raise SourceError(
                         f"table '{name}', row {row_number}, column {column}: "
                         f"{bytes(value).decode()} has null for a number; give all of them, "

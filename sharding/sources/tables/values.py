@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Final, NoReturn
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.adapter.poses import (
@@ -20,7 +19,7 @@ from fuelrail.sharding.sources.adapter.poses import (
 )
 
 if TYPE_CHECKING:
-    F64 = NDArray[np.float64]
+    from fuelrail.pipeline.sample.schema import F64, I64
 
 _TIMES: Final = {
     "timestamp_ns": 1,
@@ -98,7 +97,7 @@ class Rows:
             )
         return texts
 
-    def integers(self, name: str, unknown: int | None = None) -> NDArray[np.int64]:
+    def integers(self, name: str, unknown: int | None = None) -> I64:
         """Return whole numbers (R,), ``unknown`` for null; without it null is an error."""
         column = self.column(name)
         is_number = pa.types.is_integer(column.type) or pa.types.is_floating(column.type)
@@ -191,7 +190,7 @@ class Rows:
             table[~empty] = flat.reshape(-1, width)
         return table
 
-    def times(self, prefix: str = "", *, is_unix: bool) -> NDArray[np.int64] | None:
+    def times(self, prefix: str = "", *, is_unix: bool) -> I64 | None:
         """Return times (R,) [ns] by the one column of time under ``prefix``, -1 for null; None
         without such a column.
 

@@ -22,6 +22,7 @@ from fuelrail.sharding.sources.adapter.frame import (
     Image,
     ImageBoxRows,
 )
+from fuelrail.sharding.sources.adapter.poses import OPTICAL2FLU
 from fuelrail.sharding.sources.shared.protobuf import (
     BYTES,
     FIXED64,
@@ -41,6 +42,7 @@ from fuelrail.sharding.sources.waymo.maps import (
 )
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.sample.schema import F64, I64
     from fuelrail.sharding.sources.shared.protobuf import Fail, FieldPlace
     from fuelrail.sharding.sources.shared.windows import FileWindow
     from fuelrail.sharding.sources.waymo.records import FileRecord
@@ -61,8 +63,6 @@ SHUTTERS: Final = (
     "right_to_left",
     "none",
 )
-OPTICAL: Final = np.array([[0.0, 0, 1, 0], [-1, 0, 0, 0], [0, -1, 0, 0], [0, 0, 0, 1]])
-"""The rotation from a camera's axes right, down, forward to Waymo's: x forward, y left, z up."""
 
 (
     _FRAME_CONTEXT,
@@ -199,9 +199,8 @@ def _read_frame_head(
             raise ValueError(f"field {field.number} is not {_FRAME_NAMES[field.number]}")
         if field.number == _FRAME_CONTEXT:
             length = field.end - field.start
-            begin = window.read(
-                field.start, min(_CONTEXT_BEGIN, length)
-            )  # the name of the segment is in it
+            # The name of the segment is in it.
+            begin = window.read(field.start, min(_CONTEXT_BEGIN, length))
             if context is None or length != len(context) or not context.startswith(begin):
                 context = window.read(field.start, length, 256)
         elif field.number == _FRAME_TIME:
@@ -218,9 +217,8 @@ def _read_frame_head(
         elif field.number == _FRAME_CAMERA_LABELS and boxes2d:
             camera_labels.append(window.read(field.start, field.end - field.start))
         elif field.number == FRAME_MAP and has_map:
-            key = (
-                field.start - 1 - max(-(-(field.end - field.start).bit_length() // 7), 1)
-            )  # and the length
+            # The message begins before its key and its length.
+            key = field.start - 1 - max(-(-(field.end - field.start).bit_length() // 7), 1)
             map_span = key if map_span is None else map_span[0], field.end
         elif field.number == FRAME_MAP_OFFSET and has_map:
             map_offset = place(window.read(field.start, field.end - field.start))
@@ -394,7 +392,7 @@ def read_context(data: bytes) -> tuple[str, dict[str, Image], dict[str, str]]:
 
 def calibrated(
     lens: Sequence[float],
-    extrinsic: NDArray[np.float64],
+    extrinsic: F64,
     size: tuple[int, int],
     shutter: int,
 ) -> Image:
@@ -406,11 +404,18 @@ def calibrated(
     """
     fu, fv, cu, cv = lens[:4]
     direction = SHUTTERS[shutter] if 0 <= shutter < len(SHUTTERS) else "none"
+    intrinsics = np.array(
+        [
+            [fu, 0, cu - 0.5],
+            [0, fv, cv - 0.5],
+            [0, 0, 1],
+        ]
+    )
     return Image(
         ref="",
         timestamp_ns=0,
-        intrinsics=np.array([[fu, 0, cu - 0.5], [0, fv, cv - 0.5], [0, 0, 1]]),
-        cam2ego=extrinsic @ OPTICAL,
+        intrinsics=intrinsics,
+        cam2ego=extrinsic @ OPTICAL2FLU,
         width=size[0],
         height=size[1],
         dist=tuple(lens[4:9]),
@@ -423,7 +428,7 @@ def calibrated(
 def image_of(
     camera: Image,
     ref: str,
-    pose: NDArray[np.float64],
+    pose: F64,
     pose_timestamp: float,
     shutter_times: Sequence[float],
 ) -> Image:
@@ -453,10 +458,10 @@ def label_type(kind: int) -> str:
 
 
 def box_rows(
-    boxes: NDArray[np.float64],
+    boxes: F64,
     category: list[str],
     track: list[str],
-    num_points: NDArray[np.int64],
+    num_points: I64,
 ) -> BoxRows:
     """Make boxes (M, 7) in ego: centre x, y, z [m], width, length, height [m], heading [rad]."""
     return BoxRows(
@@ -469,7 +474,7 @@ def box_rows(
     )
 
 
-def image_rows(boxes: NDArray[np.float64], category: list[str], track: list[str]) -> ImageBoxRows:
+def image_rows(boxes: F64, category: list[str], track: list[str]) -> ImageBoxRows:
     """Make boxes (K, 4) of centre and sides along x and y [px]; pixel 0 is the left edge of the
     first one.
     """
@@ -545,9 +550,8 @@ def read_camera_labels(data: bytes) -> tuple[str, ImageBoxRows]:
             }
             if not values.keys() >= {1, 2, 4, 5}:
                 raise ValueError(f"a label of camera {name} without a box")
-            sides = [
-                _DOUBLE.unpack(values[field])[0] for field in (1, 2, 5, 4)
-            ]  # its length is along x
+            # The label's length is along x.
+            sides = [_DOUBLE.unpack(values[field])[0] for field in (1, 2, 5, 4)]
             boxes.append(sides)
             category.append(label_type(label.get(3, 0)))
             track.append(label[4].decode() if 4 in label else "")
@@ -556,7 +560,7 @@ def read_camera_labels(data: bytes) -> tuple[str, ImageBoxRows]:
     return CAMERAS[name], image_rows(np.array(boxes, np.float64).reshape(-1, 4), category, track)
 
 
-def _read_boxes(data: NDArray[np.uint8], rows: NDArray[np.intp], fail: Fail) -> NDArray[np.float64]:
+def _read_boxes(data: NDArray[np.uint8], rows: NDArray[np.intp], fail: Fail) -> F64:
     """Return boxes (N, 7) of the messages (N, B), whose numbers for ``fail`` are ``rows`` (N,)."""
     if data.shape[1] == len(_BOX_KEYS) * 9 and (data[:, ::9] == _BOX_KEYS).all():
         numbers = data.reshape(len(data), -1, 9)[:, :, 1:]  # without their keys

@@ -5,10 +5,9 @@ Numbers of fields are those of ``map.proto`` (github.com/waymo-research/waymo-op
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.adapter.vector_maps import VectorMap
@@ -19,6 +18,9 @@ from fuelrail.sharding.sources.shared.protobuf import (
     fields,
     spans,
 )
+
+if TYPE_CHECKING:
+    from fuelrail.pipeline.sample.schema import F64
 
 FRAME_MAP: Final = 10
 FRAME_MAP_OFFSET: Final = 11
@@ -81,7 +83,7 @@ def _read_message(number: int, wire: int, value: int | bytes) -> bytes:
     return value
 
 
-def _read_points(data: bytes, field_number: int) -> NDArray[np.float64]:
+def _read_points(data: bytes, field_number: int) -> F64:
     """Return the points (N, 2) of a feature in the global frame of its map; successive ones are
     read together.
     """

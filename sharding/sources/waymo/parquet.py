@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import pyarrow as pa
 from msgspec.structs import replace
-from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
-from fuelrail.pipeline.sample.schema import encode_points
+from fuelrail.pipeline.sample.schema import F32, encode_points
 from fuelrail.sharding.sources.adapter.boxes import boxes_by_key
 from fuelrail.sharding.sources.adapter.frame import (
     NO_BOXES,
@@ -223,7 +222,7 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
                             )
                     first_row += len(column)
 
-    def points(self, ref: str) -> NDArray[np.float32]:
+    def points(self, ref: str) -> F32:
         """Read the first returns (P, 5) of all lidars, and the file up to these."""
         name, _, time = ref.rpartition("@")
         return next(points for _, points in sweeps(self.files, name, [int(time)]))

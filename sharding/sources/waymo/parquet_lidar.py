@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.shared.arrow import (
@@ -26,6 +25,7 @@ from fuelrail.sharding.sources.waymo.range_images import (
 )
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.sample.schema import F32
     from fuelrail.sharding.sources.shared.files import SourceFiles
 
 _TIME = "key.frame_timestamp_micros"
@@ -55,9 +55,7 @@ def bytes_by_time(files: SourceFiles, name: str) -> dict[int, int]:
     return dict.fromkeys(times, max(total // max(len(times), 1), 4 * len(POINT_COLUMNS)))
 
 
-def sweeps(
-    files: SourceFiles, name: str, selected: Collection[int]
-) -> Iterator[tuple[int, NDArray[np.float32]]]:
+def sweeps(files: SourceFiles, name: str, selected: Collection[int]) -> Iterator[tuple[int, F32]]:
     """Yield the points (P, 5) of these frames, by their times [us], as the files have them; each
     file is read once.
 
@@ -72,12 +70,32 @@ def sweeps(
         lasers.setdefault(time, set()).add(laser)
     if absent := remaining - lasers.keys():
         raise SourceError(f"{where} has no range image at {min(absent)} us")
-    mounts = _read_calibrations(files, _name_beside(name, "lidar_calibration"))
+    # Lidar to vehicle, and inclinations, by lidar.
+    calibration_name = _name_beside(name, "lidar_calibration")
+    mount_column = f"{_CALIBRATION}extrinsic.transform"
+    tilt = f"{_CALIBRATION}beam_inclination."
+    ends = dict.fromkeys((f"{tilt}min", f"{tilt}max"), pa.float64())
+    rows = read_parquet(
+        files,
+        calibration_name,
+        {_LASER: pa.int64(), mount_column: pa.list_(pa.float64(), 16), **ends},
+        read_whole=True,
+    )
+    check_unique(rows[_LASER].tolist(), f"table '{files.shown}/{calibration_name}'", "the lidar")
+    stated: list[list[float] | None] = [None] * len(rows[_LASER])
+    with open_parquet(files, calibration_name, read_whole=True) as file:
+        if f"{tilt}values" in file.schema_arrow.names:
+            stated = file.read([f"{tilt}values"]).column(0).to_pylist()
+    low, high = (rows[end].tolist() for end in ends)
+    mounts = {}
+    for row, laser in enumerate(rows[_LASER].tolist()):
+        inclination = Inclination(stated[row] or (), low[row], high[row])
+        mounts[laser] = (rows[mount_column][row].reshape(4, 4), inclination)
     types = {_TIME: pa.int64(), _POSE: pa.list_(pa.float64(), 16)}
     poses = read_parquet(files, _name_beside(name, "vehicle_pose"), types, read_whole=True)
     pose_of = dict(zip(poses[_TIME].tolist(), poses[_POSE].reshape(-1, 4, 4), strict=True))
     of_pixels = _PixelPoses(files, _name_beside(name, "lidar_pose"), remaining)
-    parts: dict[int, dict[int, NDArray[np.float32]]] = {}
+    parts: dict[int, dict[int, F32]] = {}
     for time, laser, image in _read_range_images(
         files, name=name, column=_IMAGE, depth=4, selected=remaining
     ):
@@ -110,14 +128,14 @@ class _PixelPoses:
     """Poses of the vehicle for each pixel of the top lidar, in step with its range images."""
 
     def __init__(self, files: SourceFiles, name: str, selected: Collection[int]) -> None:
-        self._poses: dict[tuple[int, int], NDArray[np.float32]] = {}
+        self._poses: dict[tuple[int, int], F32] = {}
         keys = read_parquet(files, name, _KEYS, read_whole=True)
         self._keys = set(zip(keys[_TIME].tolist(), keys[_LASER].tolist(), strict=True))
         self._rows = _read_range_images(
             files, name=name, column=_PIXEL_POSES, depth=6, selected=selected
         )
 
-    def read_image(self, time: int, laser: int) -> NDArray[np.float32] | None:
+    def read_image(self, time: int, laser: int) -> F32 | None:
         """Return the pixel poses of one range image; None where it has none."""
         if (time, laser) not in self._keys:
             return None
@@ -133,7 +151,7 @@ def _read_range_images(
     column: str,
     depth: int,
     selected: Collection[int],
-) -> Iterator[tuple[int, int, NDArray[np.float32]]]:
+) -> Iterator[tuple[int, int, F32]]:
     """Time [us], lidar, and range image (H, W, ``depth``) of each row of these frames."""
     names = [_TIME, _LASER, f"{column}.values", f"{column}.shape"]
     where = f"table '{files.shown}/{name}'"
@@ -151,64 +169,24 @@ def _read_range_images(
                     time, laser = (
                         batch.column(column_name)[row].as_py() for column_name in (_TIME, _LASER)
                     )
-                    if int(time) in selected:
-                        yield (
-                            int(time),
-                            int(laser),
-                            _image(
-                                batch,
-                                row=row,
-                                column=column,
-                                depth=depth,
-                                where=f"{where}: lidar {laser}",
-                            ),
+                    if int(time) not in selected:
+                        continue
+                    values, shape = (
+                        batch.column(f"{column}.{part}")[row] for part in ("values", "shape")
+                    )
+                    flat: Any = np.empty(0)
+                    if values.is_valid:
+                        flat = values.values.to_numpy(zero_copy_only=False)
+                    sides = shape.as_py() or []
+                    is_image = len(sides) == 3 and sides[2] == depth
+                    if not is_image or flat.size != sides[0] * sides[1] * depth:
+                        raise SourceError(
+                            f"{where}: lidar {laser}: a range image of {flat.size} numbers has "
+                            f"the shape {sides}, wanted is H, W, {depth}"
                         )
+                    yield int(time), int(laser), np.asarray(flat, np.float32).reshape(sides)
         except (pa.ArrowException, OSError) as error:
             raise SourceError(f"{where} cannot be read: {' '.join(str(error).split())}") from error
-
-
-def _image(
-    batch: pa.RecordBatch, row: int, column: str, depth: int, where: str
-) -> NDArray[np.float32]:
-    values, shape = (batch.column(f"{column}.{part}")[row] for part in ("values", "shape"))
-    flat: Any = (
-        np.asarray(values.values.to_numpy(zero_copy_only=False), np.float32)
-        if values.is_valid
-        else np.empty(0)
-    )
-    sides = shape.as_py() or []
-    if len(sides) != 3 or sides[2] != depth or flat.size != sides[0] * sides[1] * depth:
-        raise SourceError(
-            f"{where}: a range image of {flat.size} numbers has the shape {sides}, wanted "
-            f"is H, W, {depth}"
-        )
-    return np.asarray(flat.reshape(sides))
-
-
-def _read_calibrations(
-    files: SourceFiles, name: str
-) -> dict[int, tuple[NDArray[np.float64], Inclination]]:
-    """Return lidar to vehicle, and inclinations, by lidar."""
-    mount = f"{_CALIBRATION}extrinsic.transform"
-    tilt = f"{_CALIBRATION}beam_inclination."
-    ends = dict.fromkeys((f"{tilt}min", f"{tilt}max"), pa.float64())
-    rows = read_parquet(
-        files,
-        name,
-        {_LASER: pa.int64(), mount: pa.list_(pa.float64(), 16), **ends},
-        read_whole=True,
-    )
-    check_unique(rows[_LASER].tolist(), f"table '{files.shown}/{name}'", "the lidar")
-    stated: list[list[float] | None] = [None] * len(rows[_LASER])
-    with open_parquet(files, name, read_whole=True) as file:
-        if f"{tilt}values" in file.schema_arrow.names:
-            stated = file.read([f"{tilt}values"]).column(0).to_pylist()
-    low, high = (rows[end].tolist() for end in ends)
-    calibrations = {}
-    for row, laser in enumerate(rows[_LASER].tolist()):
-        inclination = Inclination(stated[row] or (), low[row], high[row])
-        calibrations[laser] = (rows[mount][row].reshape(4, 4), inclination)
-    return calibrations
 
 
 def _name_beside(name: str, component: str) -> str:

@@ -11,22 +11,24 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
-from fuelrail.pipeline.rigid import invert_rigid
+from fuelrail.pipeline.rigid import invert_rigid, move_points
 from fuelrail.sharding.sources.shared.protobuf import doubles, fields
 from fuelrail.sharding.sources.waymo.frame_heads import transform
+
+if TYPE_CHECKING:
+    from fuelrail.pipeline.sample.schema import F32, F64
 
 POINT_COLUMNS: Final = ("x", "y", "z", "intensity", "elongation")
 _MAX_BYTES: Final = 1 << 27
 """The largest decompressed range image: those of the dataset have 2.7 and 4.1 MB."""
 
 
-def frame_points(frame: bytes, where: str) -> NDArray[np.float32]:
+def frame_points(frame: bytes, where: str) -> F32:
     """Return all lidars' first returns (P, 5): x, y, z [m] in the vehicle's frame, and two of
     light.
 
@@ -60,8 +62,9 @@ def frame_points(frame: bytes, where: str) -> NDArray[np.float32]:
                 calibration = calibrations[laser[1]]
                 plain = _read_message(calibration)
                 mount = np.array(transform(plain[5])).reshape(4, 4)
-                low, high = (next(iter(doubles(calibration, number)), 0.0) for number in (3, 4))
-                inclination = Inclination(doubles(calibration, 2), low, high)
+                low = doubles(calibration, 3) or [0.0]
+                high = doubles(calibration, 4) or [0.0]
+                inclination = Inclination(doubles(calibration, 2), low[0], high[0])
                 poses = _decode_matrix(images[4], 6) if 4 in images else None
                 parts.append(
                     first_returns(
@@ -90,7 +93,7 @@ class Inclination(NamedTuple):
     low: float
     high: float
 
-    def interpolate_rows(self, number: int) -> NDArray[np.float64]:
+    def interpolate_rows(self, number: int) -> F64:
         """Return an inclination for each row."""
         if len(self.stated):
             return np.array(self.stated, np.float64)
@@ -98,12 +101,12 @@ class Inclination(NamedTuple):
 
 
 def first_returns(
-    image: NDArray[np.float32],
+    image: F32,
     inclination: Inclination,
-    mount: NDArray[np.float64],
-    pose: NDArray[np.float64],
-    poses: NDArray[np.float32] | None,
-) -> NDArray[np.float32]:
+    mount: F64,
+    pose: F64,
+    poses: F32 | None,
+) -> F32:
     """Return points (P, 5) of a range image (H, W, 4) in the vehicle's frame at ``pose``.
 
     ``mount`` is lidar to vehicle. ``poses`` (H, W, 6) are roll, pitch, yaw and place of the vehicle
@@ -123,36 +126,34 @@ def first_returns(
     up = steep[::-1][row]
     around = azimuth[column]
     level = np.cos(up)
-    ray = np.stack([np.cos(around) * level, np.sin(around) * level, np.sin(up)], 1)
-    place = (returns[:, :1] * ray) @ mount[:3, :3].T + mount[:3, 3]
+    x = np.cos(around) * level
+    y = np.sin(around) * level
+    ray = np.stack([x, y, np.sin(up)], 1)
+    place = move_points(returns[:, :1] * ray, mount)
     if poses is not None:
         pixel_poses = poses[row, column].astype(np.float64)
-        to_frame = invert_rigid(pose)
-        place = np.einsum("pij,pj->pi", _make_rotations(pixel_poses[:, :3]), place)
-        place = place + pixel_poses[:, 3:]
-        place = place @ to_frame[:3, :3].T + to_frame[:3, 3]
+        # Yaw first, then pitch, then roll.
+        angles = pixel_poses[:, :3]
+        cr, cp, cy = np.cos(angles).T
+        sr, sp, sy = np.sin(angles).T
+        elements = [
+            cy * cp,
+            cy * sp * sr - sy * cr,
+            cy * sp * cr + sy * sr,
+            sy * cp,
+            sy * sp * sr + cy * cr,
+            sy * sp * cr - cy * sr,
+            -sp,
+            cp * sr,
+            cp * cr,
+        ]
+        rotation = np.stack(elements, 1).reshape(-1, 3, 3)
+        place = np.einsum("pij,pj->pi", rotation, place)
+        place = move_points(place + pixel_poses[:, 3:], invert_rigid(pose))
     return np.concatenate([place, returns[:, 1:3]], 1).astype(np.float32)
 
 
-def _make_rotations(angles: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Make rotations (P, 3, 3) of roll, pitch and yaw: yaw first, then pitch, then roll."""
-    cr, cp, cy = np.cos(angles).T
-    sr, sp, sy = np.sin(angles).T
-    rows = [
-        cy * cp,
-        cy * sp * sr - sy * cr,
-        cy * sp * cr + sy * sr,
-        sy * cp,
-        sy * sp * sr + cy * cr,
-        sy * sp * cr - cy * sr,
-        -sp,
-        cp * sr,
-        cp * cr,
-    ]
-    return np.stack(rows, 1).reshape(-1, 3, 3)
-
-
-def _decode_matrix(data: bytes, depth: int) -> NDArray[np.float32]:
+def _decode_matrix(data: bytes, depth: int) -> F32:
     """Decode a compressed ``MatrixFloat`` (H, W, ``depth``)."""
     unpacked = zlib.decompressobj()
     message = unpacked.decompress(data, _MAX_BYTES)
@@ -168,6 +169,7 @@ def _decode_matrix(data: bytes, depth: int) -> NDArray[np.float32]:
                 side for field, _, side in fields(value) if field == 1 and isinstance(side, int)
             ]
     numbers = np.frombuffer(values, "<f4")
-    if len(shape) != 3 or shape[2] != depth or numbers.size != shape[0] * shape[1] * depth:
+    is_image = len(shape) == 3 and shape[2] == depth
+    if not is_image or numbers.size != shape[0] * shape[1] * depth:
         raise ValueError(f"a range image of {numbers.size} numbers has the shape {shape}")
     return numbers.reshape(shape)

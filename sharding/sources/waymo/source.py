@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal, TypeVar
 import msgspec
 import numpy as np
 from msgspec import Meta
-from numpy.typing import NDArray
 
 from fuelrail.pipeline.channels.sensors import LidarEntry
 from fuelrail.pipeline.errors import SourceError
@@ -51,6 +50,7 @@ from fuelrail.sharding.sources.waymo.range_images import (
 from fuelrail.sharding.sources.waymo.records import records
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.sample.schema import F32
     from fuelrail.sharding.sources.shared.scan_table import Reference
     from fuelrail.sharding.sources.waymo.frame_heads import FrameHead
     from fuelrail.sharding.sources.waymo.records import FileRecord
@@ -241,7 +241,7 @@ class Waymo(WaymoSource[WaymoFileSettings]):
             f"file '{self.files.shown}/{place}'",
         )
 
-    def points(self, ref: str) -> NDArray[np.float32]:
+    def points(self, ref: str) -> F32:
         """Read the first returns (P, 5) of all lidars, and the whole record."""
         return frame_points(bytes(self.open(ref)), f"file '{self.files.shown}/{ref}'")
 

@@ -16,7 +16,6 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
 
 from fuelrail import __version__
 from fuelrail.pipeline.channels.table import Channel
@@ -61,6 +60,7 @@ from fuelrail.sharding.write.records import publish_listing
 if TYPE_CHECKING:
     from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.format.index.row import IndexRow
+    from fuelrail.pipeline.sample.schema import I64
 
 SHARD_BYTES: Final = 256 << 20
 """A shard ends before the row that would make it larger."""
@@ -120,9 +120,8 @@ def finish_layer(out: Output, base: Dataset, run: LayerRun, *, partial: bool) ->
         temporary = Path(tempfile.mkdtemp(dir=out.work / "tmp"))
         try:
             manifest = _write_layer(out, temporary=temporary, base=base, run=run, segments=segments)
-        except (
-            FileNotFoundError
-        ):  # at a URL another machine may have finished the layer, and removed the segments
+        except FileNotFoundError:
+            # At a URL another machine may have finished the layer, and removed the segments.
             manifest = manifest_in(out, LAYERS)
             if manifest is None:
                 raise
@@ -237,7 +236,7 @@ def _check_row(
         )
 
 
-def publish_rows(out: Output, folder: Path, rows: NDArray[np.int64]) -> list[FileEntry]:
+def publish_rows(out: Output, folder: Path, rows: I64) -> list[FileEntry]:
     """Publish ``rows.npy``, written in the folder, and return its entry; nothing where row i
     belongs to position i.
     """
@@ -344,11 +343,8 @@ class _AttributesWriter:
                 pa.array(column, kind)
                 for column, kind in zip(columns, self._schema.types, strict=True)
             ]
-        except (
-            ValueError,
-            TypeError,
-            OverflowError,
-        ) as error:  # of a segment that was edited
+        except (ValueError, TypeError, OverflowError) as error:
+            # The segment was edited.
             raise DatasetError(
                 f"a row of '{SEGMENTS}' has attributes that are not those of this layer ({error}): "
                 "remove its segment, and write its rows again"

@@ -29,6 +29,7 @@ from fuelrail.pipeline.format.manifest import WORK_FOLDER
 from fuelrail.pipeline.storage.files import open_file, published
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.sample.schema import I64, Mask
     from fuelrail.sharding.output.folder import Output
 
 SEGMENTS: Final = f"{WORK_FOLDER}/segments"
@@ -87,11 +88,11 @@ class Segments:
         self._names: list[str] = []
         self._whole: set[int] = set()
         self._known: set[str] = set()
-        self._positions: list[NDArray[np.int64]] = []
+        self._positions: list[I64] = []
         self._opened = functools.lru_cache(maxsize=_FILES_OPEN)(self._map)
         self.update()
 
-    def are_there(self) -> NDArray[np.bool_]:
+    def are_there(self) -> Mask:
         """Return which positions have a row: bool (num_samples,)."""
         mask = np.zeros(self._num_samples, bool)
         for positions in self._positions:

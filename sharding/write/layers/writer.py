@@ -12,11 +12,10 @@ import io
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from fuelrail.pipeline.channels.kinds import KINDS
 from fuelrail.pipeline.channels.table import Channel
@@ -60,6 +59,9 @@ from fuelrail.sharding.write.layers.segments import (
 )
 from fuelrail.sharding.write.packer import RawMember, ShardPacker
 from fuelrail.sharding.write.read_buffer import ReadBuffer
+
+if TYPE_CHECKING:
+    from fuelrail.pipeline.sample.schema import Mask
 
 _REUSED: Final = "rows that were published"
 _OWN_RECIPE: Final = {"source", "tool", "zstd"}
@@ -148,7 +150,7 @@ class LayerWriter:
         """The table."""
         return self._run.channels
 
-    def written(self) -> NDArray[np.bool_]:
+    def written(self) -> Mask:
         """Return which positions of the base have a published row, of any writer: bool
         (num_samples,).
         """

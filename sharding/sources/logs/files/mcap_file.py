@@ -237,9 +237,8 @@ class McapFile(LogFile):
             data = head[MESSAGE.size : MESSAGE.size + num_bytes]
             if len(data) < num_bytes:
                 data = window.read(start, num_bytes)
-                self._lengths[name] = min(
-                    num_bytes, HEAD_BYTES
-                )  # those of a topic are about as long: one look for the next
+                # Messages of a topic are about as long: the next one takes one look.
+                self._lengths[name] = min(num_bytes, HEAD_BYTES)
             yield Message(
                 topic=name,
                 log_ns=log_ns,

@@ -209,9 +209,8 @@ class Recordings:
         paths = []
         for name in facts.relative_file_paths:
             inside = f"{folder}{name}"
-            if (
-                self._files.facts(inside) is None
-            ):  # older versions put the name of the folder in front
+            if self._files.facts(inside) is None:
+                # Older versions put the name of the folder in front.
                 inside = f"{folder}{name.rpartition('/')[2]}"
             if self._files.facts(inside) is None:
                 raise SourceError(f"{where} names the file '{name}', which is not there")

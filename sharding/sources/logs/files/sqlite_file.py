@@ -78,9 +78,8 @@ class SqliteFile(LogFile):
                 database = _connected(copy)  # which is gone where this process is killed
             self.noted[READ_WITH_WAL] = 1
             self.lost["bytes of an unfinished write in a -wal"] += num_lost
-        weakref.finalize(
-            self, database.close
-        )  # one that goes unclosed is a warning from Python 3.13 on
+        # A database that goes unclosed is a warning from Python 3.13 on.
+        weakref.finalize(self, database.close)
         database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MOST_BYTES)
         return database
 
@@ -123,9 +122,8 @@ class SqliteFile(LogFile):
             )
         )
         for name in ("topics", "messages", "message_definitions"):
-            if (
-                not kinds.get(name, "CREATE TABLE").upper().startswith("CREATE TABLE")
-            ):  # a view may have no end
+            if not kinds.get(name, "CREATE TABLE").upper().startswith("CREATE TABLE"):
+                # A view may have no end.
                 raise SourceError(
                     f"{self._where} is not a rosbag2 database: '{name}' is not a table"
                 )
@@ -163,15 +161,7 @@ class SqliteFile(LogFile):
             for log_ns, row, topic in rows:
                 counts[topic] += 1
                 if topic in limits:
-                    data, length = self._bytes(row, limits[topic])
-                    place = Locator(self._name, 0, row)
-                    yield Message(
-                        topic=self._ids[topic].name,
-                        log_ns=log_ns,
-                        place=place,
-                        data=data,
-                        length=length,
-                    )
+                    yield self._message(topic, log_ns, row, limits[topic])
             after = rows[-1][1]
         num_unknown = sum(count for topic, count in counts.items() if topic not in self._ids)
         if num_unknown:
@@ -198,25 +188,23 @@ class SqliteFile(LogFile):
                 f"{self._where} has no message {place.position}: has it changed since the scan?"
             )
         ((log_ns, topic),) = rows
-        data, length = self._bytes(place.position, limit)
-        return Message(
-            topic=self._ids[topic].name,
-            log_ns=log_ns,
-            place=place,
-            data=data,
-            length=length,
-        )
+        return self._message(topic, log_ns, place.position, limit)
 
-    def _bytes(self, row: int, limit: int | None) -> tuple[bytes, int]:
-        """Read the first bytes of a message, and the length of all; substr() would read the rest
-        too.
-        """
+    def _message(self, topic: int, log_ns: int, row: int, limit: int | None) -> Message:
+        """Return a message with its first bytes."""
+        # substr() would read the rest too.
         with (
             parsing(f"{self._where}: message {row}"),
             self._lock,
             self._database.blobopen("messages", "data", row, readonly=True) as blob,
         ):
-            return blob.read(-1 if limit is None else limit), len(blob)
+            return Message(
+                topic=self._ids[topic].name,
+                log_ns=log_ns,
+                place=Locator(self._name, 0, row),
+                data=blob.read(-1 if limit is None else limit),
+                length=len(blob),
+            )
 
 
 def _connected(path: Path) -> sqlite3.Connection:

@@ -11,12 +11,12 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.adapter.frame import Image
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.sample.schema import F64
     from fuelrail.sharding.sources.logs.index import LogIndex
     from fuelrail.sharding.sources.logs.messages.records import CameraInfo
 
@@ -68,7 +68,7 @@ def camera_models(
 def _model(
     where: str,
     info: CameraInfo,
-    cam2ego: NDArray[np.float64],
+    cam2ego: F64,
     *,
     is_rectified: bool,
 ) -> CameraModel:

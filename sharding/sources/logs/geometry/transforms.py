@@ -6,16 +6,15 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.rigid import invert_rigid
 from fuelrail.sharding.sources.adapter.poses import Trajectory, pose
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.sample.schema import F64
     from fuelrail.sharding.sources.logs.messages.records import Edges
 
-    F64 = NDArray[np.float64]
 
 GLOBAL_FRAMES: Final = ("map", "odom")
 

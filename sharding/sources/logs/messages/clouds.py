@@ -12,9 +12,11 @@ from numpy.typing import NDArray
 
 from fuelrail.pipeline.channels.table import Channel, Law
 from fuelrail.pipeline.errors import SourceError
+from fuelrail.pipeline.rigid import move_points
 from fuelrail.sharding.sources.adapter.poses import pose
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.sample.schema import F32
     from fuelrail.sharding.sources.logs.messages.records import Cloud
 
 COLUMNS: Final = ("x", "y", "z", "intensity", "ring", "time")
@@ -102,7 +104,7 @@ class RadarSweep(msgspec.Struct, frozen=True):
     sensor2ego: list[float]
 
 
-def radar_points(cloud: Cloud, sweep: RadarSweep, where: str) -> NDArray[np.float32]:
+def radar_points(cloud: Cloud, sweep: RadarSweep, where: str) -> F32:
     """Return points (P, C) of a :func:`radar_channel`; NaN for a column that the cloud lacks;
     raise SourceError.
     """
@@ -115,7 +117,7 @@ def radar_points(cloud: Cloud, sweep: RadarSweep, where: str) -> NDArray[np.floa
     points = points[np.isfinite(points[:, :3]).all(1)]
     if cloud.pose is not None:
         sensor2ego = sensor2ego @ pose(cloud.pose.wxyz, cloud.pose.xyz, where)
-    points[:, :3] = points[:, :3] @ sensor2ego[:3, :3].T + sensor2ego[:3, 3]
+    points[:, :3] = move_points(points[:, :3], sensor2ego)
     for group in sweep.vectors:
         group_columns = [sweep.columns.index(name) for name in group]
         size = len(group)
@@ -124,7 +126,7 @@ def radar_points(cloud: Cloud, sweep: RadarSweep, where: str) -> NDArray[np.floa
     return np.asarray(points, np.float32)
 
 
-def points_of(cloud: Cloud, where: str) -> NDArray[np.float32]:
+def points_of(cloud: Cloud, where: str) -> F32:
     """Return points (P, 6) in the cloud's frame, without those that lack a position; NaN for a
     missing column.
 
@@ -139,14 +141,23 @@ def points_of(cloud: Cloud, where: str) -> NDArray[np.float32]:
             (name for name in _NAMES[column] if name in (rows.dtype.names or ())),
             None,
         )
-        if name is not None:
-            points[:, number] = (
-                _seconds(rows[name], cloud.stamp_ns) if column == "time" else rows[name]
-            )
+        if name is None:
+            continue
+        values = rows[name]
+        if column == "time" and values.dtype.kind in "iu":
+            since_stamp_ns = values.astype(np.int64)
+            if len(values) and since_stamp_ns.max() > 1e15:
+                since_stamp_ns -= cloud.stamp_ns
+            values = since_stamp_ns * 1e-9
+        elif column == "time":
+            values = values.astype(np.float64)
+            if len(values) and np.nanmax(values) > 1e9:
+                values -= cloud.stamp_ns * 1e-9
+        points[:, number] = values
     points = points[np.isfinite(points[:, :3]).all(1)]
     if cloud.pose is not None:
         moved = pose(cloud.pose.wxyz, cloud.pose.xyz, where)
-        points[:, :3] = points[:, :3] @ moved[:3, :3].T + moved[:3, 3]
+        points[:, :3] = move_points(points[:, :3], moved)
     return points
 
 
@@ -183,16 +194,3 @@ def _rows(cloud: Cloud, where: str) -> NDArray[np.void]:
         cloud.data,
         strides=(row_step, cloud.step),
     ).reshape(-1)
-
-
-def _seconds(values: NDArray[np.generic], stamp_ns: int) -> NDArray[np.float64]:
-    """Return seconds after the stamp."""
-    if values.dtype.kind in "iu":
-        integers = values.astype(np.int64)
-        return np.asarray(
-            (integers - stamp_ns if len(integers) and integers.max() > 1e15 else integers) * 1e-9
-        )
-    seconds = values.astype(np.float64)
-    return np.asarray(
-        seconds - stamp_ns * 1e-9 if len(seconds) and np.nanmax(seconds) > 1e9 else seconds
-    )

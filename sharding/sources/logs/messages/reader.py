@@ -12,9 +12,7 @@ from fuelrail.sharding.sources.logs.messages.ros import Ros
 from fuelrail.sharding.sources.shared.foreign import parsing
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
+    from fuelrail.pipeline.sample.schema import F64, I64
     from fuelrail.sharding.sources.logs.files.log_file import Message, Topic
     from fuelrail.sharding.sources.logs.messages.records import (
         CameraInfo,
@@ -90,7 +88,7 @@ class Reader:
             )
         return names
 
-    def signals(self, messages: Sequence[Message]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    def signals(self, messages: Sequence[Message]) -> tuple[I64, F64]:
         """Read stamps (N,) [ns], and the numbers (N, C) of :attr:`columns`."""
         assert isinstance(self._form, Ros), "a type of ROS"
         return self._guard(self._form.signals, [message.data for message in messages])

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.sample.arrays import Buffer
+    from fuelrail.pipeline.sample.schema import F64, I64, Mask
 
 VIDEOS: Final = frozenset({"foxglove_msgs/CompressedVideo", "foxglove.CompressedVideo"})
 RAWS: Final = frozenset({"sensor_msgs/Image"})
@@ -115,12 +116,12 @@ class Edges(NamedTuple):
 
     parent: str
     child: str
-    row: NDArray[np.int64]
-    stamp_ns: NDArray[np.int64]
-    wxyz: NDArray[np.float64]
-    xyz: NDArray[np.float64]
+    row: I64
+    stamp_ns: I64
+    wxyz: F64
+    xyz: F64
 
-    def rows(self, chosen: NDArray[np.intp] | NDArray[np.bool_]) -> Edges:
+    def rows(self, chosen: NDArray[np.intp] | Mask) -> Edges:
         """Return some of the rows."""
         return Edges(
             parent=self.parent,

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.logs.messages.records import (
@@ -30,6 +29,7 @@ from fuelrail.sharding.sources.logs.messages.records import (
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.sample.arrays import Buffer
+    from fuelrail.pipeline.sample.schema import F64, I64
     from fuelrail.sharding.sources.logs.files.log_file import Topic
 
 _LITTLE, _BIG = (
@@ -89,15 +89,6 @@ class Ros:
                 step=last.step,
                 big_endian=last.big_endian,
             )
-        head = self._picture(data)
-        self._pictured = (
-            data[: _STAMP.start],
-            data[_STAMP.stop : head.offset - 4],
-            head,
-        )
-        return head
-
-    def _picture(self, data: Buffer) -> Picture:
         cdr = _Cdr(data)
         stamp_ns = cdr.stamp()
         frame_id = cdr.text()
@@ -109,7 +100,7 @@ class Ros:
             cdr.position += 1
             step = cdr.u32()
             length = cdr.u32()
-            return Picture(
+            head = Picture(
                 stamp_ns=stamp_ns,
                 frame_id=frame_id,
                 offset=cdr.position,
@@ -120,17 +111,24 @@ class Ros:
                 step=step,
                 big_endian=big_endian,
             )
-        form = b""
-        if self._topic.type == "sensor_msgs/CompressedImage":
-            form = bytes(cdr.chars()).rstrip(b"\0")  # free text that is often wrong
-        length = cdr.u32()
-        return Picture(
-            stamp_ns=stamp_ns,
-            frame_id=frame_id,
-            offset=cdr.position,
-            length=length,
-            encoding=str(form, "utf-8", "replace"),
+        else:
+            form = b""
+            if self._topic.type == "sensor_msgs/CompressedImage":
+                form = bytes(cdr.chars()).rstrip(b"\0")  # free text that is often wrong
+            length = cdr.u32()
+            head = Picture(
+                stamp_ns=stamp_ns,
+                frame_id=frame_id,
+                offset=cdr.position,
+                length=length,
+                encoding=str(form, "utf-8", "replace"),
+            )
+        self._pictured = (
+            data[: _STAMP.start],
+            data[_STAMP.stop : head.offset - 4],
+            head,
         )
+        return head
 
     def video_format(self, data: Buffer) -> str:
         """Read the codec of a video."""
@@ -273,7 +271,7 @@ class Ros:
 
         return list(paths(self._type))
 
-    def signals(self, messages: Sequence[Buffer]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    def signals(self, messages: Sequence[Buffer]) -> tuple[I64, F64]:
         """Read stamps (N,) [ns], and the numbers (N, C) of :attr:`columns`."""
         read = [operator.attrgetter(path) for path in self.columns]
         records = [self._read(data) for data in messages]
@@ -384,11 +382,8 @@ def type_store(name: str, schema: bytes) -> Any:
     types = get_types_from_msg(text, name)
     store = get_typestore(Stores.ROS2_HUMBLE)
     header = types.get("std_msgs/msg/Header", ((), ()))
-    if [field for field, _ in header[1]] == [
-        "seq",
-        "stamp",
-        "frame_id",
-    ]:  # of ROS 1: CDR made of it has no number
+    if [field for field, _ in header[1]] == ["seq", "stamp", "frame_id"]:
+        # A header of ROS 1: CDR made of it has no number.
         del types["std_msgs/msg/Header"]
     sizes: dict[str, int] = {}
 

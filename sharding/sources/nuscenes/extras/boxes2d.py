@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
-from fuelrail.pipeline.rigid import invert_rigid
-from fuelrail.pipeline.sample.schema import box_corners
+from fuelrail.pipeline.rigid import invert_rigid, move_points
+from fuelrail.pipeline.sample.schema import F64, I64, box_corners
 from fuelrail.sharding.sources.adapter.boxes import in_ego
 from fuelrail.sharding.sources.adapter.channels import (
     boxes2d_channel,
@@ -80,7 +79,7 @@ def image_boxes(rows: SceneRows, number: int, boxes: BoxRows) -> dict[str, Image
         )
         assert image.ego2global is not None, "every row has a pose"
         ego2cam = invert_rigid(image.ego2global @ image.cam2ego) @ ego2global
-        in_camera = corners @ ego2cam[:3, :3].T + ego2cam[:3, 3]
+        in_camera = move_points(corners, ego2cam)
         bounds, numbers = image_bounds(in_camera, image.intrinsics, (image.width, image.height))
         boxes_by_camera[camera] = ImageBoxRows(
             box=bounds,
@@ -92,10 +91,10 @@ def image_boxes(rows: SceneRows, number: int, boxes: BoxRows) -> dict[str, Image
 
 
 def image_bounds(
-    corners: NDArray[np.float64],
-    intrinsics: NDArray[np.float64],
+    corners: F64,
+    intrinsics: F64,
     size_wh: tuple[int, int],
-) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+) -> tuple[F64, I64]:
     """Return bounds (K, 4) [px] of the parts of boxes that are in an image, and the rows of these K
     boxes.
 
@@ -131,10 +130,10 @@ def image_bounds(
 
 
 def _clipped(
-    polygon: NDArray[np.float64],
-    planes: NDArray[np.float64],
-    shifts: NDArray[np.float64],
-) -> NDArray[np.float64]:
+    polygon: F64,
+    planes: F64,
+    shifts: F64,
+) -> F64:
     """Return part (K, 3) of a planar polygon (N, 3) on the inner side of all planes: Sutherland
     and Hodgman, 1974.
     """

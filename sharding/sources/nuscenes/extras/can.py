@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import msgspec
 import numpy as np
 from msgspec import Meta
-from numpy.typing import NDArray
 
 from fuelrail.pipeline.channels.kinds import KINDS
 from fuelrail.pipeline.errors import SourceError
@@ -29,6 +28,7 @@ from fuelrail.sharding.sources.shared.foreign import read_json
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.channels.table import Channel
+    from fuelrail.pipeline.sample.schema import F64, I64
     from fuelrail.sharding.sources.nuscenes.geometry import SceneRows
     from fuelrail.sharding.sources.shared.files import SourceFiles
 
@@ -135,7 +135,7 @@ class CanBus:
         self, files: SourceFiles, scene: str, times_ns: Sequence[int]
     ) -> tuple[
         tuple[str, ...],
-        dict[str, tuple[NDArray[np.int64], NDArray[np.float64]]],
+        dict[str, tuple[I64, F64]],
     ]:
         """Return the files of a scene with samples at these times, and their series; raise
         SourceError.
@@ -169,18 +169,14 @@ class CanBus:
 
 
 @lru_cache(maxsize=8)
-def _parsed(
-    read: Callable[[str], bytes], message: str, file: str
-) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+def _parsed(read: Callable[[str], bytes], message: str, file: str) -> tuple[I64, F64]:
     """Return times [us] (N,) and values (N, C) of a file; kept for the samples of its scene that
     follow.
     """
     return parse_can(read(file), message, file)
 
 
-def parse_can(
-    data: bytes, message: str, file: str
-) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+def parse_can(data: bytes, message: str, file: str) -> tuple[I64, F64]:
     """Return times [us] (N,), ascending, and values (N, C) of a file of the CAN bus; raise
     SourceError.
     """

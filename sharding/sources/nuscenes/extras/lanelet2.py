@@ -9,14 +9,16 @@ https://docs.ros.org/en/ros2_packages/rolling/api/lanelet2_core/doc/LinestringTa
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.adapter.vector_maps import VectorMap
 from fuelrail.sharding.sources.shared.foreign import read_xml
+
+if TYPE_CHECKING:
+    from fuelrail.pipeline.sample.schema import F64
 
 FILE: Final = "map/lanelet2_map.osm"
 MAP_LAYERS: Final = (
@@ -58,10 +60,10 @@ def parse_map(data: bytes, where: str) -> tuple[VectorMap, int]:
     naming ``where``.
     """
     elements = _Elements(data, where)
-    lines: list[NDArray[np.float64]] = []
+    lines: list[F64] = []
     layers: list[int] = []
 
-    def add(line: NDArray[np.float64], layer: str) -> None:
+    def add(line: F64, layer: str) -> None:
         if len(line) > 1:
             lines.append(line)
             layers.append(MAP_LAYERS.index(layer))
@@ -92,7 +94,7 @@ def parse_map(data: bytes, where: str) -> tuple[VectorMap, int]:
     return VectorMap.from_lines(lines, layers, where), num_others
 
 
-def outline(left_line: NDArray[np.float64], right_line: NDArray[np.float64]) -> NDArray[np.float64]:
+def outline(left_line: F64, right_line: F64) -> F64:
     """Return the closed outline (N, 2) of a lanelet, whose bounds may run either way."""
     if min(map(len, (left_line, right_line))) < 1:
         return np.empty((0, 2))
@@ -152,7 +154,7 @@ class _Elements:
         elif element == "member" and self._kind == "relation" and attributes["type"] == "way":
             self.members[self._name].append((attributes["role"], attributes["ref"]))
 
-    def line(self, way: str, owner: str) -> NDArray[np.float64]:
+    def line(self, way: str, owner: str) -> F64:
         """Return the vertices (N, 2) of a way; raise SourceError where it, or a node of it, is
         missing.
         """

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from fuelrail.pipeline.channels.table import Channel, Law
 from fuelrail.pipeline.errors import SourceError
-from fuelrail.pipeline.rigid import invert_rigid
+from fuelrail.pipeline.rigid import invert_rigid, move_points
 from fuelrail.sharding.sources.adapter.frame import FileMember
 from fuelrail.sharding.sources.adapter.members import POINTS
 from fuelrail.sharding.sources.nuscenes.geometry import NS_PER_US
@@ -26,6 +25,7 @@ from fuelrail.sharding.sources.nuscenes.sweeps import SensorSweeps
 from fuelrail.sharding.sources.shared.points import read_pcd
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.sample.schema import F32, F64
     from fuelrail.pipeline.storage.columns import Disk
     from fuelrail.sharding.sources.nuscenes.geometry import Keyframes, SceneRows
     from fuelrail.sharding.sources.nuscenes.tables import Tables
@@ -92,7 +92,7 @@ class RadarFiles(msgspec.Struct, frozen=True, tag="radar"):
     dt_s: list[float]
     sensor2ego: list[list[float]]
 
-    def points(self, read: Callable[[str], bytes]) -> NDArray[np.float32]:
+    def points(self, read: Callable[[str], bytes]) -> F32:
         """Return (P, 19): the fields and the age of each point; raise SourceError."""
         parts = []
         for file, dt_s, flat in zip(self.files, self.dt_s, self.sensor2ego, strict=True):
@@ -101,7 +101,7 @@ class RadarFiles(msgspec.Struct, frozen=True, tag="radar"):
             if not np.isfinite(points).all():
                 raise SourceError(f"radar file '{file}' has points that are not finite")
             columns = list(FIELDS)
-            points[:, :3] = points[:, :3] @ matrix[:, :3].T + matrix[:, 3]
+            points[:, :3] = move_points(points[:, :3], matrix)
             for pair in _VELOCITIES:
                 indices = [columns.index(name) for name in pair]
                 points[:, indices] = points[:, indices] @ matrix[:2, :2].T
@@ -149,7 +149,7 @@ class Radars:
             )
 
 
-def parse_pcd(data: bytes, name: str) -> NDArray[np.float64]:
+def parse_pcd(data: bytes, name: str) -> F64:
     """Return the points (P, 18) of a radar file of nuScenes, in the order of `FIELDS`; raise
     SourceError.
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from fuelrail.pipeline.channels.kinds import KINDS
 from fuelrail.pipeline.channels.table import ArraySpec, Channel, Law
-from fuelrail.pipeline.rigid import invert_rigid, rotation_matrices
+from fuelrail.pipeline.rigid import invert_rigid, move_points, rotation_matrices
 from fuelrail.sharding.sources.adapter.channels import computed
 from fuelrail.sharding.sources.adapter.trajectories import (
     ABOUT_STEPS,
@@ -23,6 +23,7 @@ from fuelrail.sharding.sources.adapter.trajectories import (
 )
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.sample.schema import I64
     from fuelrail.pipeline.storage.columns import Disk
     from fuelrail.sharding.sources.nuscenes.boxes import Annotations
     from fuelrail.sharding.sources.nuscenes.geometry import Keyframes, SceneRows
@@ -59,65 +60,52 @@ class Trajectories:
     def members(self, rows: SceneRows, number: int) -> list[Reference]:
         """Return references of one sample's members."""
         global2ego = invert_rigid(rows.ego2global[number])
-        references = [self._follow_ego(rows, number, global2ego)]
-        if AGENTS in self.channels:
-            references.append(
-                computed(
-                    AGENTS,
-                    KINDS[AGENTS.kind].encode(
-                        self._follow_agents(rows, number, global2ego), AGENTS
-                    ),
-                )
-            )
-        return references
-
-    def _follow_ego(self, rows: SceneRows, row: int, global2ego: NDArray[np.float64]) -> Reference:
         keyframes = rows.keyframes
-        sample = rows.samples[row : row + 1]
-        past, future = (
-            _followed(sample, self._links[link], number)
-            for link, number in (("prev", PAST), ("next", FUTURE))
-        )
+        sample = rows.samples[number : number + 1]
+        past = _followed(sample, self._links["prev"], PAST)
+        future = _followed(sample, self._links["next"], FUTURE)
         samples = np.concatenate([past[::-1, 0], sample, future[:, 0]])
         exists = samples >= 0
-        times_s = (keyframes.timestamp_us[samples[exists]] - rows.timestamp_us[row]) * 1e-6
-        return ego_trajectory(global2ego, keyframes.ego2global(samples[exists]), times_s, exists)
-
-    def _follow_agents(
-        self, rows: SceneRows, row: int, global2ego: NDArray[np.float64]
-    ) -> dict[str, NDArray[np.generic]]:
-        sample = int(rows.samples[row])
+        samples = samples[exists]
+        times_s = (keyframes.timestamp_us[samples] - rows.timestamp_us[number]) * 1e-6
+        references = [ego_trajectory(global2ego, keyframes.ego2global(samples), times_s, exists)]
+        if AGENTS not in self.channels:
+            return references
+        sample_row = int(rows.samples[number])
         annotations = self._annotations
-        agent_rows = annotations.rows_of(sample)
+        agent_rows = annotations.rows_of(sample_row)
         steps = np.full((len(agent_rows), STEPS), -1, np.int64)
         steps[:, PAST] = agent_rows
         scene_of = self._links["scene_token"]
-        for link, number in (
+        for link, num_steps in (
             (annotations.links["prev"], PAST),
             (annotations.links["next"], FUTURE),
         ):
-            for followed in _followed(agent_rows, link, number):
+            for followed in _followed(agent_rows, link, num_steps):
                 # A track may leave keyframes out: what counts is the keyframe of the box, not the
                 # number of links.
-                samples = annotations.links["sample_token"][followed]
-                step = self._frame[samples] - self._frame[sample] + PAST
-                fits = (followed >= 0) & (step >= 0) & (step < STEPS) & (step != PAST)
-                fits &= scene_of[samples] == scene_of[sample]
+                box_samples = annotations.links["sample_token"][followed]
+                step = self._frame[box_samples] - self._frame[sample_row] + PAST
+                fits = (followed >= 0) & (step != PAST)
+                fits &= (step >= 0) & (step < STEPS)
+                fits &= scene_of[box_samples] == scene_of[sample_row]
                 steps[np.flatnonzero(fits), step[fits]] = followed[fits]
-        exists = steps >= 0
-        position = (
-            annotations.columns["translation"][steps] @ global2ego[:3, :3].T + global2ego[:3, 3]
-        )
+        is_there = steps >= 0
+        position = move_points(annotations.columns["translation"][steps], global2ego)
         turn = global2ego[:3, :3] @ rotation_matrices(annotations.columns["rotation"][steps])
         yaw = np.arctan2(turn[..., 1, 0], turn[..., 0, 0])
-        return {
-            "position": np.where(exists[..., None], position, np.nan).astype(np.float32),
-            "yaw": np.where(exists, yaw, np.nan).astype(np.float32)[..., None],
-            "valid": exists.astype(np.uint8),
+        position[~is_there] = np.nan
+        yaw[~is_there] = np.nan
+        agents = {
+            "position": position.astype(np.float32),
+            "yaw": yaw.astype(np.float32)[..., None],
+            "valid": is_there.astype(np.uint8),
         }
+        references.append(computed(AGENTS, KINDS[AGENTS.kind].encode(agents, AGENTS)))
+        return references
 
 
-def _followed(rows: NDArray[np.int64], link: NDArray[np.int64], number: int) -> NDArray[np.int64]:
+def _followed(rows: I64, link: I64, number: int) -> I64:
     """Return rows (number, M) that follow some rows (M,) along a link, -1 after its end."""
     table = np.empty((number, len(rows)), np.int64)
     for step in range(number):

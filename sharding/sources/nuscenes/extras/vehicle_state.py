@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from fuelrail.sharding.sources.adapter.channels import signals_channel
 from fuelrail.sharding.sources.nuscenes.geometry import NS_PER_US
@@ -20,6 +19,7 @@ from fuelrail.sharding.sources.nuscenes.tables import Record, check_time
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.channels.table import Channel
+    from fuelrail.pipeline.sample.schema import F64, I64
 
 TABLE: Final = "vehicle_state"
 _UNITS: Final = {
@@ -83,7 +83,7 @@ def state_channel(*, series: bool) -> Channel:
 
 def state_signals(
     rows: Sequence[VehicleState],
-) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+) -> tuple[I64, F64]:
     """Return times [ns] (N,), ascending, and numbers (N, C); raise SourceError for a time not in
     microseconds.
     """

@@ -71,19 +71,14 @@ class TestWithLidar(TestWaymoParquet):
     def test_each_range_image_is_read_once(self, tmp_path, monkeypatch):
         spec = self.spec(tmp_path)
         read = []
-        plain = parquet_lidar._image
+        plain = parquet_lidar._read_range_images
 
-        def counted(batch, row, column, depth, where):
-            read.append(
-                (
-                    column,
-                    batch.column("key.frame_timestamp_micros")[row].as_py(),
-                    where,
-                )
-            )
-            return plain(batch, row, column, depth, where)
+        def counted(files, name, column, **options):
+            for time, laser, image in plain(files, name, column, **options):
+                read.append((column, time, laser))
+                yield time, laser, image
 
-        monkeypatch.setattr(parquet_lidar, "_image", counted)
+        monkeypatch.setattr(parquet_lidar, "_read_range_images", counted)
         self.make(spec, tmp_path / "out")
         assert len(read) == len(set(read)) == 2 * 4 * (2 + 1)
 
