@@ -278,6 +278,8 @@ def tiles_of(*records: msgspec.Struct, names: Mapping[str, str] | None = None) -
 def _shown_text(value: Any, entry: Shown) -> str:
     if value is None:
         return entry.missing
+    if isinstance(value, Interval):
+        value = value.median
     if isinstance(value, int | float) and entry.scale != 1:
         value *= entry.scale
     if entry.digits:

@@ -153,15 +153,10 @@ STUDIES = {
         printed=("cut_off", "figures", "too_short", "warnings"),
     ),
     "scale": Study(
-        (
-            "measure weak and strong scaling on emulated accelerators, and simulate weak "
-            "scaling to thousands of ranks"
-        ),
+        "measure weak and strong scaling on emulated accelerators",
         "Trains with 1, 2, 4 ranks of this host on emulated accelerators: with a fixed "
-        "batch per rank (weak scaling) and with a fixed global batch (strong scaling). A "
-        "simulation draws from the runs with up to 2 ranks and is compared with all runs. "
-        "It then continues to thousands of ranks, with stragglers and with a limited "
-        "storage bandwidth.",
+        "batch per rank (weak scaling) and with a fixed global batch (strong scaling). "
+        "`fuelrail plan` predicts scaling over a cluster.",
         ScaleOptions,
         _of_dataset(scale),
     ),

@@ -75,9 +75,9 @@ def plan(
                 planned_scenario, efficiency=fitted.efficiency
             )
         assumed += texts
-    from fuelrail.bench.planner.scaling import (
-        scaling_curves,
-    )  # need torch, and the checks above do not
+    from fuelrail.bench.planner.scaling import scaling_curves
+
+    # These need torch, and the checks above do not.
     from fuelrail.bench.studies.plan.recipe import recipe
     from fuelrail.bench.studies.plan.report import build_report, explanations
     from fuelrail.bench.studies.plan.variants import choose, remedies, sweep
