@@ -46,11 +46,6 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
     points: list[Point]
     is_bound: bool = False
 
-    @property
-    def line(self) -> list[tuple[int, float]]:
-        """Ranks and efficiency of each point."""
-        return [(point.num_ranks, point.efficiency) for point in self.points]
-
 
 def scaling_curves(scenario: Scenario, cluster: ClusterSettings, chosen: Fit) -> list[Curve]:
     """Return a plan's scaling from its smallest group to 1,024 devices.

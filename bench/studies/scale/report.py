@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 import msgspec
 
+from fuelrail.bench.measure.display import display
 from fuelrail.bench.measure.rates import Interval
-from fuelrail.bench.measure.shown import shown
 from fuelrail.bench.report.files import ReportHeader
 from fuelrail.pipeline.settings import CheckedSettings, NotNegative, Positive, flag
 
@@ -45,14 +45,14 @@ class MeasuredRun(msgspec.Struct, frozen=True, kw_only=True):
     where that of all ranks together does. None: the run is no point of that scaling.
     """
 
-    num_ranks: Annotated[int, shown("ranks")]
-    batch_size: Annotated[int, shown("batch a rank")]
-    step_ms: Annotated[Interval, shown("step", unit="ms", digits=".1f")]
-    step_p99_ms: Annotated[float, shown("p99", unit="ms", digits=".1f")]
-    samples_per_s: Annotated[float, shown("samples/s", digits=".1f")]
-    weak: Annotated[float | None, shown("weak", digits=".1%")] = None
-    strong: Annotated[float | None, shown("strong", digits=".1%")] = None
-    occupancy: Annotated[float, shown("occupancy", digits=".1%")]
+    num_ranks: Annotated[int, display("ranks")]
+    batch_size: Annotated[int, display("batch a rank")]
+    step_ms: Annotated[Interval, display("step", unit="ms", digits=".1f")]
+    step_p99_ms: Annotated[float, display("p99", unit="ms", digits=".1f")]
+    samples_per_s: Annotated[float, display("samples/s", digits=".1f")]
+    weak: Annotated[float | None, display("weak", digits=".1%")] = None
+    strong: Annotated[float | None, display("strong", digits=".1%")] = None
+    occupancy: Annotated[float, display("occupancy", digits=".1%")]
 
 
 class ScaleReport(ReportHeader, frozen=True, kw_only=True):
