@@ -26,10 +26,10 @@ INSPECT = OFFLINE["inspect"]
 def _configure(parser: argparse.ArgumentParser) -> None:
     # Not before: studies take a second to import, and `inspect` needs none.
     from fuelrail.bench.report.options import command_of_words
-    from fuelrail.bench.studies.commands import STUDIES, study_command
+    from fuelrail.bench.studies.commands import STUDIES
     from fuelrail.bench.studies.diff import COMPARE_ROOM, DIFF, FROM_CHECKOUT
 
-    words = {word: study_command(word, study) for word, study in STUDIES.items()}
+    words = dict(STUDIES)
     words["diff"] = DIFF
     if importlib.util.find_spec(COMPARE_ROOM) is not None:
         from fuelrail.bench.studies.compare.session import COMPARE
@@ -69,12 +69,14 @@ class BatchOption(Settings, frozen=True, kw_only=True):
     ] = False
 
 
-def _configure_inspect(parser: argparse.ArgumentParser) -> None:
+def configure_inspect(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``inspect``, with the one that needs a loader."""
     INSPECT.configure(parser)
     add_flags(parser, BatchOption)
 
 
-def _run_inspect(arguments: argparse.Namespace) -> int:
+def run_inspect(arguments: argparse.Namespace) -> int:
+    """Show a dataset or a sample, or with ``--batch`` what a batch of a loader holds."""
     if not from_flags(arguments, BatchOption).batch:
         return INSPECT.run(arguments)
     split = next(
@@ -104,5 +106,5 @@ def _run_inspect(arguments: argparse.Namespace) -> int:
 
 COMMANDS = {
     "bench": Command("measure loaders and training runs", _configure, _run),
-    "inspect": Command(INSPECT.help, _configure_inspect, _run_inspect),
+    "inspect": Command(INSPECT.help, configure_inspect, run_inspect),
 }

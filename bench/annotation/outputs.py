@@ -99,8 +99,8 @@ def infer_table(outputs: Mapping[str, Any], num_rows: int, store: str) -> list[d
                 for value in values
             }
             raise ConfigError(
-                f"output {name!r} holds {', '.join(sorted(kinds))}, not arrays of one shape, texts or bytes: "
-                f"{_BY_HAND}"
+                f"output {name!r} holds {', '.join(sorted(kinds))}, not arrays of one shape, texts "
+                f"or bytes: {_BY_HAND}"
             )
     if logits is not None and not any(entry["kind"] == logits[0] for entry in table):
         raise ConfigError(

@@ -52,7 +52,6 @@ from fuelrail.sharding.write.layers.segments import ROWS_PER_SEGMENT
 from fuelrail.sharding.write.layers.writer import LayerWriter
 
 if TYPE_CHECKING:
-    from fuelrail.bench.annotation.teacher import Reduction
     from fuelrail.loaders.loader import DataLoader
 
     Model = Callable[[dict[str, Any]], Mapping[str, Any]]
@@ -398,13 +397,6 @@ class _Annotation:
             )
         return left_out
 
-    @cached_property
-    def _reduction(self) -> Reduction:
-        from fuelrail.bench.annotation.teacher import Reduction
-
-        options = self._options
-        return Reduction(options.temperature, options.positions, options.seed, options.epoch)
-
     def recipe(self) -> dict[str, Any]:
         """Return what the values depend on beside the table and the view: facts that all writers
         must agree on.
@@ -456,10 +448,14 @@ class _Annotation:
 
     def write(self, piece: _Piece, writer: LayerWriter, done: Rows) -> int:
         """Write this rank's rows of a piece that are not ``done``; returns how many."""
+        from fuelrail.bench.annotation.teacher import Reduction
+
+        options = self._options
+        reduction = Reduction(options.temperature, options.positions, options.seed, options.epoch)
         num_written = 0
         with self._loader(piece.split, self._world) as loader:
             for batch in loader.make_steps(
-                Cursor(self._options.epoch, piece.begin), 0, piece.num_batches
+                Cursor(options.epoch, piece.begin), 0, piece.num_batches
             ):
                 rows = batch["global_index"].tolist()
                 missing_rows = [
@@ -473,7 +469,7 @@ class _Annotation:
                     self._outputs(batch),
                     batch["sample_key"],
                     writer.channels,
-                    self._reduction,
+                    reduction,
                 )
                 for index in missing_rows:
                     writer.write(rows[index], values[index])

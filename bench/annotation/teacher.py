@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 import torch
 import xxhash
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fuelrail.pipeline.channels.logits import TOPK, Logits
@@ -83,7 +82,14 @@ class Reduction(NamedTuple):
                 # Not 1 - sum: of a sure teacher that has no digits.
                 tail = likely.scatter(-1, indices, 0).sum(-1)
             else:
-                indices = _draws(likely, k, drawn[first : first + step])
+                # At steps of 1 / k along the cumulative distribution, from where `drawn` says: a
+                # token of probability q is drawn floor(k q) or ceil(k q) times, k q times in the
+                # mean, as with independent draws, and with less variance (systematic sampling:
+                # Madow and Madow, 1944).
+                sums = likely.cumsum(-1, dtype=torch.float64)
+                start = torch.from_numpy(drawn[first : first + step]).to(sums.device)[:, None]
+                places = (torch.arange(k, device=sums.device) + start) / k * sums[:, -1:]
+                indices = torch.searchsorted(sums, places, right=True).clamp(max=size - 1)
                 weights = None
                 tail = None
             parts.append(
@@ -103,20 +109,6 @@ class Reduction(NamedTuple):
         return reduced._replace(known=mask)
 
 
-def _draws(likely: Tensor, count: int, drawn: NDArray[np.float64]) -> Tensor:
-    """Return tokens [T, count]: at steps of 1 / count along the cumulative distribution, from where
-    ``drawn`` says.
-
-    A token of probability q is drawn floor(count q) or ceil(count q) times, count q times in the
-    mean: as with independent draws, and with less variance (systematic sampling: Madow and Madow,
-    1944).
-    """
-    sums = likely.cumsum(-1, dtype=torch.float64)
-    start = torch.from_numpy(drawn).to(sums.device)[:, None]
-    places = (torch.arange(count, device=sums.device) + start) / count * sums[:, -1:]
-    return torch.searchsorted(sums, places, right=True).clamp(max=likely.shape[-1] - 1)
-
-
 def weights_digest(model: object) -> str | None:
     """Return the SHA-256 of the weights of a model, as hex; None where it has none.
 
@@ -132,15 +124,8 @@ def weights_digest(model: object) -> str | None:
                 digest.update(
                     f"{name}.{entry} {full_value.dtype} {list(full_value.shape)}\n".encode()
                 )
-                digest.update(
-                    full_value.detach()
-                    .cpu()
-                    .contiguous()
-                    .reshape(-1)
-                    .view(torch.uint8)
-                    .numpy()
-                    .data
-                )
+                values = full_value.detach().cpu().contiguous().reshape(-1)
+                digest.update(values.view(torch.uint8).numpy().data)
                 has_weights = True
     return digest.hexdigest() if has_weights else None
 

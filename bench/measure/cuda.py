@@ -100,13 +100,21 @@ class CudaAccelerator:
     def finish_step(self) -> DeviceTimes:
         """Wait for the device and read the events."""
         torch.cuda.synchronize(self.index)
+        # The length of the union of the all-reduce intervals; buckets are reduced in launch order.
+        all_reduce_total_ns = 0
+        covered_to_ns = 0
+        for launch, arrival in zip(self._launches, self._arrivals, strict=True):
+            start_ns = _elapsed_ns(self._launches[0], launch)
+            end_ns = _elapsed_ns(self._launches[0], arrival)
+            all_reduce_total_ns += max(0, end_ns - max(start_ns, covered_to_ns))
+            covered_to_ns = max(covered_to_ns, end_ns)
         times = DeviceTimes(
             host_to_device_ns=self._total("host_to_device"),
             forward_ns=self._total("forward"),
             backward_ns=self._total("backward"),
             all_reduce_ns=self._total("all_reduce"),
             optimiser_ns=self._total("optimiser"),
-            all_reduce_total_ns=self._all_reduce_union_ns(),
+            all_reduce_total_ns=all_reduce_total_ns,
             launch_ns=self._launch_ns,
         )
         times.device_busy_ns = times.forward_ns + times.backward_ns + times.optimiser_ns
@@ -138,19 +146,6 @@ class CudaAccelerator:
 
     def _total(self, phase: str) -> int:
         return sum(_elapsed_ns(start, end) for start, end in self._spans.get(phase, ()))
-
-    def _all_reduce_union_ns(self) -> int:
-        """Return the length of the union of the all-reduce intervals; buckets are reduced in
-        launch order.
-        """
-        total_ns = 0
-        covered_to_ns = 0
-        for launch, arrival in zip(self._launches, self._arrivals, strict=True):
-            start_ns = _elapsed_ns(self._launches[0], launch)
-            end_ns = _elapsed_ns(self._launches[0], arrival)
-            total_ns += max(0, end_ns - max(start_ns, covered_to_ns))
-            covered_to_ns = max(covered_to_ns, end_ns)
-        return total_ns
 
 
 def pinned_copy(num_bytes: int) -> Callable[[int], None] | None:

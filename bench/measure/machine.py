@@ -77,11 +77,33 @@ def machine_facts() -> MachineFacts:
     """Collect the facts of this machine; what cannot be found out is "unknown" or None, never
     invented.
     """
-    commit, changed = _commit()
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+        match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+        cpu = f"{match.group(1).strip() if match else 'unknown'} ({platform.machine()})"
+    except OSError:
+        cpu = platform.processor() or "unknown"
+    # The checkout that this code runs from; resolved, because it reaches this file through a link.
+    root = Path(__file__).resolve().parents[2]
+    commit = None
+    status = None
+    if (root / ".git").exists() and shutil.which("git") is not None:
+        commit = _git(root, "rev-parse", "HEAD") or None
+        # Result files are what a measurement writes, also while it runs: they do not change what
+        # is measured.
+        status = _git(
+            root,
+            "status",
+            "--porcelain",
+            "--untracked-files=no",
+            "--",
+            ".",
+            ":(exclude)bench/results",
+        )
     # What follows the number of the kernel's release is free text that may name a site.
     release = re.match(r"[\d.]*\d", platform.release())
     return MachineFacts(
-        cpu=_cpu_model(),
+        cpu=cpu,
         num_cpus=usable_cpus(),
         num_cpus_installed=os.cpu_count() or 1,
         memory_bytes=min(
@@ -93,18 +115,9 @@ def machine_facts() -> MachineFacts:
         python=platform.python_version(),
         fuelrail=fuelrail.__version__,
         commit=commit,
-        uncommitted_changes=changed,
+        uncommitted_changes=None if status is None else bool(status),
         packages=package_versions(_PACKAGES),
     )
-
-
-def _cpu_model() -> str:
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return platform.processor() or "unknown"
-    match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    return f"{match.group(1).strip() if match else 'unknown'} ({platform.machine()})"
 
 
 def installed_gpus() -> list[Gpu]:
@@ -139,29 +152,6 @@ def package_versions(names: Iterable[str]) -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return versions
-
-
-def _commit() -> tuple[str | None, bool | None]:
-    """Commit of the checkout that this code runs from, whether tracked files differ from it;
-    None when installed.
-    """
-    # Resolved, because a checkout reaches this file through a link.
-    root = Path(__file__).resolve().parents[2]
-    if not (root / ".git").exists() or shutil.which("git") is None:
-        return None, None
-    head = _git(root, "rev-parse", "HEAD")
-    # Result files are what a measurement writes, also while it runs: they do not change what is
-    # measured.
-    status = _git(
-        root,
-        "status",
-        "--porcelain",
-        "--untracked-files=no",
-        "--",
-        ".",
-        ":(exclude)bench/results",
-    )
-    return head or None, None if status is None else bool(status)
 
 
 def _git(root: Path, *arguments: str) -> str | None:
@@ -273,11 +263,9 @@ class CpuWatch:
 
     def __init__(self, own_s: Callable[[], float] | None = None) -> None:
         self._count_s = own_s or _own_s
-        self._started_s, self._own_s, self._all_s = (
-            time.monotonic(),
-            self._count_s(),
-            all_cpu_s(),
-        )
+        self._started_s = time.monotonic()
+        self._own_s = self._count_s()
+        self._all_s = all_cpu_s()
 
     def use(self) -> CpuUse:
         """Return the use of the CPUs since the watch was made."""

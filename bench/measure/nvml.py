@@ -10,7 +10,7 @@ from typing import Annotated, Any, Self
 
 import msgspec
 
-from fuelrail.bench.measure.shown import shown
+from fuelrail.bench.measure.display import display
 
 _LOG = logging.getLogger(__name__)
 
@@ -25,13 +25,13 @@ class GpuUse(msgspec.Struct, frozen=True, kw_only=True):
     decoding units were, None where the driver does not report it.
     """
 
-    index: Annotated[int, shown("GPU")]
-    kernels: Annotated[float, shown("kernels ran", digits=".0%")]
-    memory_traffic: Annotated[float, shown("memory busy", digits=".0%")]
-    decoder: Annotated[float | None, shown("video decoder", digits=".0%", missing="unknown")]
-    jpeg: Annotated[float | None, shown("JPEG decoder", digits=".0%", missing="unknown")]
-    peak_memory_bytes: Annotated[int, shown("memory", unit="GiB", digits=".1f", scale=2**-30)]
-    mean_sm_clock_mhz: Annotated[float, shown("SM clock", unit="MHz", digits=".0f")]
+    index: Annotated[int, display("GPU")]
+    kernels: Annotated[float, display("kernels ran", digits=".0%")]
+    memory_traffic: Annotated[float, display("memory busy", digits=".0%")]
+    decoder: Annotated[float | None, display("video decoder", digits=".0%", missing="unknown")]
+    jpeg: Annotated[float | None, display("JPEG decoder", digits=".0%", missing="unknown")]
+    peak_memory_bytes: Annotated[int, display("memory", unit="GiB", digits=".1f", scale=2**-30)]
+    mean_sm_clock_mhz: Annotated[float, display("SM clock", unit="MHz", digits=".0f")]
     num_samples: int
 
 
@@ -67,7 +67,27 @@ class NvmlWatch:
         """Return the measurements, after the end; None if there are none."""
         if not self._samples or not all(self._samples):
             return None
-        return [_summary(index, samples) for index, samples in enumerate(self._samples)]
+
+        def mean(values: tuple[float | None, ...]) -> float | None:
+            numbers = [value for value in values if value is not None]
+            return sum(numbers) / len(numbers) if numbers else None
+
+        uses = []
+        for index, samples in enumerate(self._samples):
+            kernels, traffic, decoder, jpeg, memory, clock = zip(*samples, strict=True)
+            uses.append(
+                GpuUse(
+                    index=index,
+                    kernels=mean(kernels) or 0.0,
+                    memory_traffic=mean(traffic) or 0.0,
+                    decoder=mean(decoder),
+                    jpeg=mean(jpeg),
+                    peak_memory_bytes=max(memory),
+                    mean_sm_clock_mhz=mean(clock) or 0.0,
+                    num_samples=len(samples),
+                )
+            )
+        return uses
 
     def _watch(self) -> None:
         try:
@@ -132,25 +152,3 @@ class NvmlWatch:
             return float(getattr(self._nvml, name)(handle)[0]) / 100
         except Exception:  # noqa: BLE001 - NVML raises its own errors for what a card does not have
             return None
-
-
-def _summary(
-    index: int,
-    samples: list[tuple[float, float, float | None, float | None, int, float]],
-) -> GpuUse:
-    kernels, traffic, decoder, jpeg, memory, clock = zip(*samples, strict=True)
-
-    def mean(values: tuple[float | None, ...]) -> float | None:
-        numbers = [value for value in values if value is not None]
-        return sum(numbers) / len(numbers) if numbers else None
-
-    return GpuUse(
-        index=index,
-        kernels=mean(kernels) or 0.0,
-        memory_traffic=mean(traffic) or 0.0,
-        decoder=mean(decoder),
-        jpeg=mean(jpeg),
-        peak_memory_bytes=max(memory),
-        mean_sm_clock_mhz=mean(clock) or 0.0,
-        num_samples=len(samples),
-    )

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from fuelrail.bench.measure.shown import shown
+from fuelrail.bench.measure.display import display
 from fuelrail.pipeline.errors import needs
 
 _NUM_RESAMPLES = 2000
@@ -30,10 +30,10 @@ class Rate(msgspec.Struct, frozen=True, kw_only=True):
     [ms].
     """
 
-    name: Annotated[str, shown("what")]
-    num_threads: Annotated[int, shown("threads")]
-    samples_per_s: Annotated[float, shown("samples/s", digits=",.1f")]
-    cpu_ms_per_sample: Annotated[float, shown("CPU time a sample", unit="ms", digits=".3f")]
+    name: Annotated[str, display("what")]
+    num_threads: Annotated[int, display("threads")]
+    samples_per_s: Annotated[float, display("samples/s", digits=",.1f")]
+    cpu_ms_per_sample: Annotated[float, display("CPU time a sample", unit="ms", digits=".3f")]
 
 
 def median_rates(repeats: Sequence[Sequence[Rate]]) -> list[Rate]:

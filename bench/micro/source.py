@@ -88,7 +88,23 @@ def make_dataroot(
     coarse = rng.random((height // 4 + 1, width // 4 + 1, 3))
     pixels = (np.kron(coarse, np.ones((4, 4, 1)))[:height, :width] * 60 + 90).astype(np.uint8)
     image = bytes(simplejpeg.encode_jpeg(pixels, 60, "RGB", "420"))
-    sweeps = [_sweep(rng) for _ in range(8 if lidar else 0)]
+    # Sweeps as a 32-beam lidar stores them: by azimuth and ring, ranges with centimetres of noise.
+    ring = np.arange(NUM_POINTS) % 32
+    azimuth = np.arange(NUM_POINTS) // 32 * (2 * np.pi / (NUM_POINTS // 32))
+    elevation = np.deg2rad(-30 + ring * 1.29)
+    sweeps = []
+    for _ in range(8 if lidar else 0):
+        distance = np.minimum(1.8 / np.maximum(np.sin(-elevation), 0.03), 40)
+        distance += rng.normal(0, 0.02, NUM_POINTS)
+        flat = distance * np.cos(elevation)
+        columns = [
+            flat * np.cos(azimuth),
+            flat * np.sin(azimuth),
+            distance * np.sin(elevation),
+        ]
+        intensity = rng.integers(0, 60, NUM_POINTS)
+        points = np.column_stack([*columns, intensity, ring]).astype("<f4")
+        sweeps.append(points.tobytes())
     channels = [*CAMERAS, *(["LIDAR_TOP"] if lidar else [])]
     for channel in channels:
         (root / "samples" / channel).mkdir(parents=True)
@@ -103,26 +119,6 @@ def make_dataroot(
         num_files=num_files,
         full=full_tables,
     )
-
-
-def _sweep(rng: np.random.Generator) -> bytes:
-    """Make a sweep as a 32-beam lidar stores it: by azimuth and ring, ranges with centimetres of
-    noise.
-    """
-    ring = np.arange(NUM_POINTS) % 32
-    azimuth = np.arange(NUM_POINTS) // 32 * (2 * np.pi / (NUM_POINTS // 32))
-    elevation = np.deg2rad(-30 + ring * 1.29)
-    distance = np.minimum(1.8 / np.maximum(np.sin(-elevation), 0.03), 40) + rng.normal(
-        0, 0.02, NUM_POINTS
-    )
-    flat = distance * np.cos(elevation)
-    columns = [
-        flat * np.cos(azimuth),
-        flat * np.sin(azimuth),
-        distance * np.sin(elevation),
-    ]
-    intensity = rng.integers(0, 60, NUM_POINTS)
-    return np.column_stack([*columns, intensity, ring]).astype("<f4").tobytes()
 
 
 def list_files(root: Path) -> Files:

@@ -96,7 +96,14 @@ def compare(
     assert candidates, "nothing to compare"
     effort = effort or Effort()
     works = list(candidates.values())
-    num_calls = [_calls_per_lap(work, effort.min_lap_s) for work in works]
+    num_calls = []
+    for work in works:
+        work()
+        calls = 1
+        while (took_s := _lap_s(work, calls)) < effort.min_lap_s:
+            expected = int(calls * effort.min_lap_s / max(took_s, 1e-9))
+            calls = max(calls * 2, min(calls * 10, expected))
+        num_calls.append(calls)
     lap_s = np.empty((effort.num_rounds, len(works)))
     for round_number in range(effort.num_rounds):
         turns = range(len(works)) if round_number % 2 == 0 else reversed(range(len(works)))
@@ -120,18 +127,6 @@ def compare(
     return TimedContest(title=title, num_rounds=effort.num_rounds, entries=entries)
 
 
-def _calls_per_lap(work: Callable[[], object], min_lap_s: float) -> int:
-    """Return the number of calls that fill a lap; the trial runs warm the candidate up."""
-    work()
-    calls = 1
-    while (took_s := _lap_s(work, calls)) < min_lap_s:
-        calls = max(
-            calls * 2,
-            min(calls * 10, int(calls * min_lap_s / max(took_s, 1e-9))),
-        )
-    return calls
-
-
 def _lap_s(work: Callable[[], object], num_calls: int) -> float:
     collects = gc.isenabled()
     gc.disable()
@@ -151,11 +146,15 @@ def render(report: TimingReport) -> str:
     for comparison in report.comparisons:
         lines += ["", f"{comparison.title} ({comparison.num_rounds} rounds)"]
         width = max(len(entry.name) for entry in comparison.entries)
-        lines += [
-            f"  {entry.name:<{width}}  {_duration(entry.seconds_per_call):>10}"
-            f"  {entry.speedup:7.2f} x  ({entry.speedup_q25:.2f} to {entry.speedup_q75:.2f})"
-            for entry in comparison.entries
-        ]
+        for entry in comparison.entries:
+            duration = f"{entry.seconds_per_call * 1e9:.0f} ns"
+            for unit, scale in (("us", 1e-6), ("ms", 1e-3), ("s", 1.0)):
+                if entry.seconds_per_call >= scale:
+                    duration = f"{entry.seconds_per_call / scale:.2f} {unit}"
+            lines.append(
+                f"  {entry.name:<{width}}  {duration:>10}"
+                f"  {entry.speedup:7.2f} x  ({entry.speedup_q25:.2f} to {entry.speedup_q75:.2f})"
+            )
     return "\n".join(lines)
 
 
@@ -199,13 +198,6 @@ class LapClock:
 def _cpu_s() -> float:
     used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(usage.ru_utime + usage.ru_stime for usage in used)
-
-
-def _duration(seconds: float) -> str:
-    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if seconds >= scale:
-            return f"{seconds / scale:.2f} {unit}"
-    return f"{seconds * 1e9:.0f} ns"
 
 
 def main(

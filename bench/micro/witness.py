@@ -29,7 +29,9 @@ def measure_row_us(batches: list[Any], rows: int, **options: Any) -> float:
 def batches_of(ids: Iterable[Any], batch: int, **columns: Any) -> list[dict[str, Any]]:
     """Return batches of these ids, each with these columns."""
     listed = list(ids)
-    return [{"id": listed[at : at + batch], **columns} for at in range(0, len(listed), batch)]
+    return [
+        {"id": listed[start : start + batch], **columns} for start in range(0, len(listed), batch)
+    ]
 
 
 def main() -> None:
@@ -37,7 +39,8 @@ def main() -> None:
     image = np.zeros((32, 3, 224, 224), np.uint8)
     for batch in (8, 32, 256):
         numbers = [
-            {"id": np.arange(at, at + batch)} for at in range(0, ROWS // batch * batch, batch)
+            {"id": np.arange(start, start + batch)}
+            for start in range(0, ROWS // batch * batch, batch)
         ]
         texts = batches_of((f"clip-{row:07d}/cam_front" for row in range(ROWS)), batch)
         integer_us = measure_row_us(numbers, ROWS)

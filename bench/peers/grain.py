@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 
@@ -47,6 +46,16 @@ class Grain:
         grain = import_module("grain.python")
         prepare_worker()
         decoding = recipe.removeprefix("thr-")
+
+        def decode(records: Sequence[bytes]) -> Batch:
+            images = np.empty((len(records), *work.sample_shape), np.uint8)
+            numbers = []
+            for record, planes in zip(records, images, strict=True):
+                number, encoded = _DECODER.decode(record)
+                decode_sample(encoded, decoding, planes)
+                numbers.append(number)
+            return Batch(numbers, images)
+
         source = grain.ArrayRecordDataSource(sorted(map(str, folder.glob("*.array_record"))))
         dataset = (
             grain.MapDataset.source(source)
@@ -56,7 +65,7 @@ class Grain:
             .batch(
                 work.batch_size,
                 drop_remainder=True,
-                batch_fn=partial(_decode, work, decoding),
+                batch_fn=decode,
             )
         )
         options = grain.ReadOptions(
@@ -64,16 +73,6 @@ class Grain:
             prefetch_buffer_size=_BATCHES_AHEAD * work.num_workers,
         )
         return iter(dataset.to_iter_dataset(options))
-
-
-def _decode(work: Work, recipe: str, records: Sequence[bytes]) -> Batch:
-    images = np.empty((len(records), *work.sample_shape), np.uint8)
-    numbers = []
-    for record, planes in zip(records, images, strict=True):
-        number, encoded = _DECODER.decode(record)
-        decode_sample(encoded, recipe, planes)
-        numbers.append(number)
-    return Batch(numbers, images)
 
 
 PEER = Grain()

@@ -295,21 +295,22 @@ def seen_box(
     # The resized picture has whole pixels, and the crop begins at one.
     resized_width = int(width * scale)
     resized_height = int(height * scale)
-    left = (resized_width - out_width) // 2 / resized_width * width
+    left_edge = (resized_width - out_width) // 2 / resized_width * width
     upper = (resized_height - out_height) / resized_height * height
-    return left, upper, left + out_width / resized_width * width, float(height)
+    return left_edge, upper, left_edge + out_width / resized_width * width, float(height)
 
 
 def shrink_factor(source_wh: tuple[int, int], out_wh: tuple[int, int]) -> int:
     """Return the largest factor that libjpeg-turbo may shrink by without going below the final
     size.
     """
-    left, upper, right, lower = seen_box(source_wh, out_wh)
-    scale = min((right - left) / out_wh[0], (lower - upper) / out_wh[1])
+    left_edge, upper, right, lower = seen_box(source_wh, out_wh)
+    scale = min((right - left_edge) / out_wh[0], (lower - upper) / out_wh[1])
     return max(factor for factor in _REDUCED if factor == 1 or factor <= scale)
 
 
-def _pil(encoded: Buffer, planes: NDArray[np.uint8]) -> None:
+def decode_with_pil(encoded: Buffer, planes: NDArray[np.uint8]) -> None:
+    """Decode, crop and shrink bilinearly with Pillow."""
     from PIL import Image
 
     out_wh = planes.shape[2], planes.shape[1]
@@ -319,7 +320,8 @@ def _pil(encoded: Buffer, planes: NDArray[np.uint8]) -> None:
     np.copyto(planes, np.asarray(resized).transpose(2, 0, 1))
 
 
-def _cv2(encoded: Buffer, planes: NDArray[np.uint8]) -> None:
+def decode_with_cv2(encoded: Buffer, planes: NDArray[np.uint8]) -> None:
+    """Decode at full size with OpenCV and shrink by area."""
     picture: Any = cv2.imdecode(np.frombuffer(encoded, np.uint8), cv2.IMREAD_COLOR)
     _resize(
         picture,
@@ -330,14 +332,16 @@ def _cv2(encoded: Buffer, planes: NDArray[np.uint8]) -> None:
     )
 
 
-def _cv2_fast(encoded: Buffer, planes: NDArray[np.uint8]) -> None:
+def decode_with_reduced_cv2(encoded: Buffer, planes: NDArray[np.uint8]) -> None:
+    """Decode with OpenCV at a reduced size and shrink bilinearly."""
     height, width = _jpeg_size(encoded)
     factor = shrink_factor((width, height), (planes.shape[2], planes.shape[1]))
     picture = cv2.imdecode(np.frombuffer(encoded, np.uint8), _REDUCED[factor])
     _resize(picture, (width, height), planes, cv2.INTER_LINEAR, bgr=True)
 
 
-def _sj_fast(encoded: Buffer, planes: NDArray[np.uint8]) -> None:
+def decode_with_simplejpeg(encoded: Buffer, planes: NDArray[np.uint8]) -> None:
+    """Decode with simplejpeg at a reduced size into the thread's buffer, shrink bilinearly."""
     height, width = _jpeg_size(encoded)
     factor = shrink_factor((width, height), (planes.shape[2], planes.shape[1]))
     shape = -(-height // factor), -(-width // factor), 3
@@ -362,10 +366,10 @@ def _resize(
     planes.
     """
     height, width = picture.shape[:2]
-    left, upper, right, lower = seen_box(source_wh, (planes.shape[2], planes.shape[1]))
+    left_edge, upper, right, lower = seen_box(source_wh, (planes.shape[2], planes.shape[1]))
     x = width / source_wh[0]
     y = height / source_wh[1]
-    region = picture[round(upper * y) : round(lower * y), round(left * x) : round(right * x)]
+    region = picture[round(upper * y) : round(lower * y), round(left_edge * x) : round(right * x)]
     small = cv2.resize(region, (planes.shape[2], planes.shape[1]), interpolation=method)
     red, green, blue = planes
     cv2.split(small, [blue, green, red] if bgr else [red, green, blue])
@@ -377,8 +381,8 @@ def _jpeg_size(encoded: Buffer) -> tuple[int, int]:
 
 
 RECIPES: dict[str, Callable[[Buffer, NDArray[np.uint8]], None]] = {
-    "pil": _pil,
-    "cv2": _cv2,
-    "cv2fast": _cv2_fast,
-    "sjfast": _sj_fast,
+    "pil": decode_with_pil,
+    "cv2": decode_with_cv2,
+    "cv2fast": decode_with_reduced_cv2,
+    "sjfast": decode_with_simplejpeg,
 }

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import cv2
 import msgspec
@@ -104,7 +104,15 @@ def perform(task: Task) -> Answer:
             task.work,
         )
         return Written()
-    return _check(peer, task) if task.action == "check" else _time(peer, task)
+    if task.action == "check":
+        return _check(peer, task)
+    with Path(task.arrivals).open("wb", buffering=0) as out:
+        times = array.array("d", [time.monotonic()])
+        batches = peer.batches(Path(task.folder), task.work, task.recipe)
+        while True:
+            out.write(times)
+            next(batches)
+            times[0] = time.monotonic()
 
 
 def _check(peer: Peer, task: Task) -> Check:
@@ -176,22 +184,12 @@ def reference(encoded: bytes, work: Work) -> NDArray[np.float32]:
     scale = max(work.width / width, work.height / height)
     resized_wh = int(width * scale), int(height * scale)
     small = cv2.resize(picture, resized_wh, interpolation=cv2.INTER_AREA)
-    left = (resized_wh[0] - work.width) // 2
+    left_edge = (resized_wh[0] - work.width) // 2
     upper = resized_wh[1] - work.height
     planes: NDArray[np.float32] = (
-        small[upper:, left : left + work.width].transpose(2, 0, 1).astype(np.float32)
+        small[upper:, left_edge : left_edge + work.width].transpose(2, 0, 1).astype(np.float32)
     )
     return planes
-
-
-def _time(peer: Peer, task: Task) -> NoReturn:
-    with Path(task.arrivals).open("wb", buffering=0) as out:
-        times = array.array("d", [time.monotonic()])
-        batches = peer.batches(Path(task.folder), task.work, task.recipe)
-        while True:
-            out.write(times)
-            next(batches)
-            times[0] = time.monotonic()
 
 
 def main(path: str) -> None:

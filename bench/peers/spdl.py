@@ -7,7 +7,6 @@ from __future__ import annotations
 import mmap
 import random
 from collections.abc import Iterable, Iterator
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 
@@ -44,34 +43,36 @@ class Spdl:
     def batches(self, folder: Path, work: Work, recipe: str, /) -> Iterator[Batch]:
         """Yield batches from as many decoding threads as there are CPUs."""
         prepare_worker()
+
+        def decode(samples: list[RawSample]) -> Batch:
+            images = np.empty((len(samples), *work.sample_shape), np.uint8)
+            for (_, encoded), planes in zip(samples, images, strict=True):
+                if recipe == "ffmpeg":
+                    io = import_module("spdl.io")
+                    scale = max(work.width / work.source_wh[0], work.height / work.source_wh[1])
+                    width = int(work.source_wh[0] * scale)
+                    height = int(work.source_wh[1] * scale)
+                    left_edge = (width - work.width) // 2
+                    crop = f"crop={work.width}:{work.height}:{left_edge}:{height - work.height}"
+                    description = (
+                        f"scale={width}:{height}:flags=bilinear,{crop},format=pix_fmts=rgb24"
+                    )
+                    for image, (red, green, blue) in zip(encoded, planes, strict=True):
+                        picture = io.to_numpy(io.load_image(bytes(image), filter_desc=description))
+                        cv2.split(picture, [red, green, blue])
+                else:
+                    decode_sample(encoded, recipe, planes)
+            return Batch([unpack_number(number) for number, _ in samples], images)
+
         builder = import_module("spdl.pipeline").PipelineBuilder()
         pipeline = (
             builder.add_source(_shuffled_batches(folder, work))
-            .pipe(partial(_decode, work, recipe), concurrency=work.num_workers)
+            .pipe(decode, concurrency=work.num_workers)
             .add_sink(2)
             .build(num_threads=work.num_workers)
         )
         with pipeline.auto_stop():
             yield from pipeline
-
-
-def _decode(work: Work, recipe: str, samples: list[RawSample]) -> Batch:
-    images = np.empty((len(samples), *work.sample_shape), np.uint8)
-    for (_, encoded), planes in zip(samples, images, strict=True):
-        if recipe == "ffmpeg":
-            io = import_module("spdl.io")
-            scale = max(work.width / work.source_wh[0], work.height / work.source_wh[1])
-            width = int(work.source_wh[0] * scale)
-            height = int(work.source_wh[1] * scale)
-            left = (width - work.width) // 2
-            crop = f"crop={work.width}:{work.height}:{left}:{height - work.height}"
-            description = f"scale={width}:{height}:flags=bilinear,{crop},format=pix_fmts=rgb24"
-            for image, (red, green, blue) in zip(encoded, planes, strict=True):
-                picture = io.to_numpy(io.load_image(bytes(image), filter_desc=description))
-                cv2.split(picture, [red, green, blue])
-        else:
-            decode_sample(encoded, recipe, planes)
-    return Batch([unpack_number(number) for number, _ in samples], images)
 
 
 def _shuffled_batches(folder: Path, work: Work) -> Iterator[list[RawSample]]:

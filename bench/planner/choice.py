@@ -646,7 +646,13 @@ def traffic_of(
         {item.axis for item in shape.collectives if item.axis.startswith("dp_") and item.ranks > 1}
     ):
         mine = [item for item in shape.collectives if item.axis == axis]
-        group = partial(Traffic, **_place(axis, degrees))
+        # Where the ranks of the axis's group are; all of them share a teacher's weights.
+        if axis == "dp_teacher":
+            group = partial(Traffic, reach=degrees.pp * degrees.data * degrees.tp)
+        else:
+            stride = degrees.tp * (degrees.dp_shard if axis == "dp_replicate" else 1)
+            reach = stride * getattr(degrees, axis)
+            group = partial(Traffic, reach=reach, stride=stride)
         ahead, ahead_number = _sent(item for item in shape.forward if item.axis == axis)
         gathers, gathers_number = _sent(item for item in mine if is_gather_of_weights(item))
         reduced, others_number = _sent(item for item in mine if not is_gather_of_weights(item))
@@ -709,13 +715,3 @@ def _sent(collectives: Iterable[Collective]) -> tuple[float, int]:
     return sum(sent_bytes(item.kind, item.ranks, item.bytes) for item in listed), sum(
         item.count for item in listed
     )
-
-
-def _place(axis: str, degrees: Degrees) -> dict[str, int]:
-    """Return where the ranks of a group of a data-parallel axis are; all share a teacher's
-    weights.
-    """
-    if axis == "dp_teacher":
-        return {"reach": degrees.pp * degrees.data * degrees.tp}
-    stride = degrees.tp * (degrees.dp_shard if axis == "dp_replicate" else 1)
-    return {"reach": stride * getattr(degrees, axis), "stride": stride}

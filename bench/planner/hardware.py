@@ -137,11 +137,6 @@ def load_cluster(name_or_path: str) -> ClusterSettings:
                 "of a .yaml"
             )
     cluster = load_yaml(path, ClusterSettings)
-    _check(cluster, path)
-    return cluster
-
-
-def _check(cluster: ClusterSettings, path: Path) -> None:
     device = cluster.device
     limits = {
         "device.memory_gib": (device.memory_gib, _LARGEST_GIB),
@@ -174,3 +169,4 @@ def _check(cluster: ClusterSettings, path: Path) -> None:
         raise ConfigError(
             f"{path}: {cluster.nodes} nodes need the link 'between' them; add it, or use nodes: 1"
         )
+    return cluster

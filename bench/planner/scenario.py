@@ -467,7 +467,19 @@ def check(scenario: Scenario) -> None:
             f"software '{scenario.software}' is given with precision {scenario.precision}; "
             "it says whose kernels compute in 8 bits: leave it out, or use precision: fp8"
         )
-    _check_experts(scenario)
+    ranks = scenario.expert_parallel or 1
+    size = scenario.settings
+    experts = size.experts if isinstance(size, GptSettings) else 1
+    if ranks > 1 and experts % ranks:
+        raise ConfigError(
+            f"expert_parallel is {ranks}, which does not divide the {experts} experts of "
+            f"model '{scenario.named}'; use a divisor"
+        )
+    if isinstance(scenario.model, TransformerShape) and scenario.model.active_experts > experts:
+        raise ConfigError(
+            f"active_experts is {scenario.model.active_experts}, and the model has {experts}; "
+            "use at most that"
+        )
     if scenario.is_own:
         return
     if scenario.teacher is not None:
@@ -527,30 +539,14 @@ def check(scenario: Scenario) -> None:
         )
 
 
-def _check_experts(scenario: Scenario) -> None:
-    """Raise ConfigError where ranks cannot share the experts of the model."""
-    ranks = scenario.expert_parallel or 1
-    size = scenario.settings
-    experts = size.experts if isinstance(size, GptSettings) else 1
-    if ranks > 1 and experts % ranks:
-        raise ConfigError(
-            f"expert_parallel is {ranks}, which does not divide the {experts} experts of "
-            f"model '{scenario.named}'; use a divisor"
-        )
-    if isinstance(scenario.model, TransformerShape) and scenario.model.active_experts > experts:
-        raise ConfigError(
-            f"active_experts is {scenario.model.active_experts}, and the model has {experts}; "
-            "use at most that"
-        )
-
-
 def questions(scenario: Scenario) -> list[str]:
     """Return what only the user can know and has not said; each with the assumption made
     instead.
     """
     size = scenario.settings
     missing = {
-        "max_global_batch": "the largest global batch that trains as well: weak scaling is shown without a limit",
+        "max_global_batch": "the largest global batch that trains as well: weak scaling is shown "
+        "without a limit",
         "sample_bytes": "stored bytes of a sample (or --data): storage is taken to keep up",
         "samples_per_epoch": "samples of an epoch (or --data): no cost of an epoch is given",
         "failures_per_day": "failures of the job a day: no interval of checkpoints is given",

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
@@ -306,7 +305,11 @@ def step_time(
         memory = count * efficiency.passes * work.activation_bytes / memory_rate
         launches = count * work.operators * efficiency.launch_us / 1e6
         launch = max(0.0, launches - compute - memory)
-    seconds = partial(_seconds, cluster)
+
+    def seconds(size: float, messages: float, reach: int, stride: int = 1) -> float:
+        latency_s = cluster.link(reach).latency_us.value / 1e6
+        return size / cluster.bytes_per_s(reach, stride) + messages * latency_s
+
     tensor = count * seconds(work.tensor_bytes, work.tensor_count, work.tensor_reach)
     reach = work.pipeline_reach
     pipeline = count * seconds(work.pipeline_bytes, work.pipeline_count, reach, reach)
@@ -326,19 +329,6 @@ def step_time(
         data_total=data,
         optimiser=work.step_state_bytes / memory_rate,
         launch=launch,
-    )
-
-
-def _seconds(
-    cluster: ClusterSettings,
-    size: float,
-    count: float,
-    reach: int,
-    stride: int = 1,
-) -> float:
-    return (
-        size / cluster.bytes_per_s(reach, stride)
-        + count * cluster.link(reach).latency_us.value / 1e6
     )
 
 

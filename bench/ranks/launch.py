@@ -86,20 +86,14 @@ def run_ranks(
             except KeyboardInterrupt:
                 interrupted = True
             finally:
-                _stop(process)
+                # End the launcher, which ends its ranks; a second Ctrl-C kills it, and the kernel
+                # its ranks.
+                if process.poll() is None:
+                    process.send_signal(signal.SIGTERM)
+                    try:
+                        process.wait(_GRACE_S)
+                    except (subprocess.TimeoutExpired, KeyboardInterrupt):
+                        process.kill()
+                        process.wait()
     failed = msgspec.json.decode(exits.read_bytes(), type=list[RankExit]) if exits.exists() else []
     return Outcome(process.returncode, interrupted, failed)
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End the launcher, which ends its ranks; a second Ctrl-C kills it, and the kernel its
-    ranks.
-    """
-    if process.poll() is not None:
-        return
-    process.send_signal(signal.SIGTERM)
-    try:
-        process.wait(_GRACE_S)
-    except (subprocess.TimeoutExpired, KeyboardInterrupt):
-        process.kill()
-        process.wait()

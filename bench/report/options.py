@@ -41,6 +41,7 @@ def command(
     arguments: Mapping[str, Mapping[str, Any]],
     options: Sequence[type[msgspec.Struct]],
     if_given: Collection[type[msgspec.Struct]] = (),
+    names: Mapping[str, str] | None = None,
     description: str | None = None,
 ) -> Command:
     """Return a command that is told once.
@@ -51,6 +52,7 @@ def command(
         arguments: argparse's keywords for each argument that is no flag.
         options: structs, each field of which is a flag (:func:`fuelrail.pipeline.cli.add_flags`).
         if_given: of these, those that are None where the command line has none of their flags.
+        names: fields of the options whose flag has another name.
         description: what the command does, for its own help.
     """
 
@@ -59,7 +61,7 @@ def command(
         for name, keywords in arguments.items():
             parser.add_argument(name, **keywords)
         for kind in options:
-            add_flags(parser, kind)
+            add_flags(parser, kind, names=names)
 
     def run_command(args: argparse.Namespace) -> int:
         values: list[Any] = [getattr(args, name) for name in arguments]
@@ -127,11 +129,6 @@ class PlanOutput(OutputOptions, frozen=True, kw_only=True):
     def folder(self, command: str) -> Path | None:  # noqa: ARG002 - its base class has it
         """Return the folder; None: nothing is written."""
         return None if self.out is None else Path(self.out)
-
-
-def add_dataset(parser: argparse.ArgumentParser) -> None:
-    """Declare the argument that names the dataset."""
-    parser.add_argument("dataset", **DATASET)
 
 
 @contextmanager

@@ -24,8 +24,8 @@ from urllib.parse import quote
 import msgspec
 
 from fuelrail.bench.measure.clock import Summary
+from fuelrail.bench.measure.display import Display, displayed_fields
 from fuelrail.bench.measure.rates import Interval
-from fuelrail.bench.measure.shown import Shown, shown_fields
 from fuelrail.bench.report.files import (
     REPORT_HTML,
     REPORT_JSON,
@@ -188,15 +188,39 @@ def document(
             part = replace(part, meaning=f"{part.meaning} (loaded host: not reliable)")
         (after if after or not isinstance(part, (Hero, Tiles)) else before).append(part)
     machine = report.machine
-    commit = f", commit {machine.commit[:10]}" if machine.commit else ""
+    gpus = ", ".join(
+        f"{gpu.name} ({gpu.memory_bytes / GIB:.0f} GiB, driver {gpu.driver})"
+        for gpu in machine.gpus
+    )
+    changed = " with uncommitted changes" if machine.uncommitted_changes else ""
+    commit = f"commit {machine.commit}{changed}" if machine.commit else "installed package"
+    packages = machine.packages if packages is None else packages
+    facts = {
+        "processor": f"{machine.cpu}; {machine.num_cpus:g} of {machine.num_cpus_installed} CPUs "
+        "usable",
+        "memory": f"{machine.memory_bytes / GIB:.1f} GiB",
+        "GPUs": gpus or "none",
+        "system": f"{machine.system}, Python {machine.python}",
+        "fuelrail": f"{machine.fuelrail}, {commit}",
+        "packages": ", ".join(f"{name} {version}" for name, version in packages.items()),
+    }
+    if isinstance(report, ReportHeader):
+        dataset = report.dataset
+        facts["dataset"] = (
+            f"{dataset.name}, split {dataset.split}: {dataset.num_samples:,} samples in "
+            f"{counted(dataset.num_shards, 'shard')}; cameras "
+            f"{', '.join(dataset.cameras)}; fingerprint {dataset.fingerprint}"
+        )
+    facts["options"] = as_text(msgspec.to_builtins(report.options))
+    short_commit = f", commit {machine.commit[:10]}" if machine.commit else ""
     return Document(
         brand=brand,
         title=title,
         subtitle=subtitle,
-        origin=f"{when(report.created)}, fuelrail {machine.fuelrail}{commit}",
+        origin=f"{when(report.created)}, fuelrail {machine.fuelrail}{short_commit}",
         doubts=doubts(getattr(report, "cut_off", None), report.disturbed),
         parts=[*before, *map(Note, report.warnings), *after],
-        facts=_facts(report, machine.packages if packages is None else packages),
+        facts=facts,
     )
 
 
@@ -212,41 +236,14 @@ def doubts(cut_off: str | None, disturbed: str | None) -> list[str]:
     return texts
 
 
-def _facts(report: ReportHead, packages: Mapping[str, str]) -> dict[str, str]:
-    """Return what the figures depend on, by name."""
-    machine = report.machine
-    gpus = ", ".join(
-        f"{gpu.name} ({gpu.memory_bytes / GIB:.0f} GiB, driver {gpu.driver})"
-        for gpu in machine.gpus
-    )
-    changed = " with uncommitted changes" if machine.uncommitted_changes else ""
-    commit = f"commit {machine.commit}{changed}" if machine.commit else "installed package"
-    facts = {
-        "processor": f"{machine.cpu}; {machine.num_cpus:g} of {machine.num_cpus_installed} CPUs usable",
-        "memory": f"{machine.memory_bytes / GIB:.1f} GiB",
-        "GPUs": gpus or "none",
-        "system": f"{machine.system}, Python {machine.python}",
-        "fuelrail": f"{machine.fuelrail}, {commit}",
-        "packages": ", ".join(f"{name} {version}" for name, version in packages.items()),
-    }
-    if isinstance(report, ReportHeader):
-        dataset = report.dataset
-        facts["dataset"] = (
-            f"{dataset.name}, split {dataset.split}: {dataset.num_samples:,} samples in "
-            f"{counted(dataset.num_shards, 'shard')}; cameras "
-            f"{', '.join(dataset.cameras)}; fingerprint {dataset.fingerprint}"
-        )
-    return facts | {"options": as_text(msgspec.to_builtins(report.options))}
-
-
 def table_of(records: Sequence[msgspec.Struct]) -> Table:
     """Return the table of records of one type: a column for each field that says how it shows.
 
     There is at least one record.
     """
-    fields = shown_fields(type(records[0]))
+    fields = displayed_fields(type(records[0]))
     rows = [
-        [_shown_text(getattr(record, name), entry) for name, entry in fields.items()]
+        [_display_text(getattr(record, name), entry) for name, entry in fields.items()]
         for record in records
     ]
     return Table([entry.label for entry in fields.values()], rows)
@@ -258,26 +255,28 @@ def tiles_of(*records: msgspec.Struct, names: Mapping[str, str] | None = None) -
     """
     entries = []
     for record in records:
-        for name, entry in shown_fields(type(record)).items():
+        for name, entry in displayed_fields(type(record)).items():
             value = getattr(record, name)
             if value is None:
                 continue
             label = (names or {}).get(name, entry.name)
             if isinstance(value, Interval):
                 if value.has_interval:
-                    low, high = (_shown_text(end, entry) for end in (value.low, value.high))
+                    low, high = (_display_text(end, entry) for end in (value.low, value.high))
                     label = f"{label} ({low} to {high})"
                 value = value.median
             elif isinstance(value, Summary):
-                label = f"{label} p50; p99 {_shown_text(value.p99_ms, entry)} {entry.unit}"
+                label = f"{label} p50; p99 {_display_text(value.p99_ms, entry)} {entry.unit}"
                 value = value.p50_ms
-            entries.append((f"{_shown_text(value, entry)} {entry.unit}".rstrip(), label))
+            entries.append((f"{_display_text(value, entry)} {entry.unit}".rstrip(), label))
     return Tiles(entries)
 
 
-def _shown_text(value: Any, entry: Shown) -> str:
+def _display_text(value: Any, entry: Display) -> str:
     if value is None:
         return entry.missing
+    if isinstance(value, Interval):
+        value = value.median
     if isinstance(value, int | float) and entry.scale != 1:
         value *= entry.scale
     if entry.digits:

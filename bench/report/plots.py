@@ -16,7 +16,7 @@ with needs("report.html (leave it out by --no-html)", "fuelrail[view]"):
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BLUE",
+    "COLOURS",
     "GREY",
     "MaxNLocator",
     "PercentFormatter",
-    "efficiency_plot",
     "legend_above",
     "new_figure",
     "stage_bars",
@@ -40,7 +40,16 @@ __all__ = [
 BLUE = "#0072b2"
 _ORANGE = "#e69f00"
 GREY = "#bbbbbb"
-_CURVES = (BLUE, "#d55e00", "#009e73", "#cc79a7")
+COLOURS = (
+    BLUE,
+    "#d55e00",
+    "#009e73",
+    "#cc79a7",
+    "#e69f00",
+    "#56b4e9",
+    "#f0e442",
+    "#999999",
+)
 _LEGEND_CHARACTERS = 96
 """The characters of the legend's font that fit beside each other above a page's figure."""
 _STYLE: dict[Any, Any] = {
@@ -140,32 +149,6 @@ def stage_bars(rows: Sequence[tuple[str, float, float, float]]) -> str:
     axes.set_xlabel("share of the stage's thread time")
     legend_above(axes)
     return to_svg(figure, "Loader stages: busy, starved, blocked")
-
-
-def efficiency_plot(
-    curves: Mapping[str, Sequence[tuple[int, float]]], unit: str, title: str
-) -> str:
-    """Draw efficiency over numbers of ranks: named curves."""
-    with style():
-        figure, axes = new_figure(2.9)
-        for (name, points), colour in zip(curves.items(), _CURVES, strict=False):
-            axes.plot(
-                *zip(*points, strict=True),
-                color=colour,
-                linewidth=1.6,
-                label=name,
-            )
-        counts = [count for points in curves.values() for count, _ in points]
-        ticks = [tick for tick in (4**power for power in range(7)) if tick <= max(counts)]
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
-        axes.minorticks_off()
-        axes.set_ylim(0, 1.05)
-        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-        axes.set_xlabel(unit)
-        axes.set_ylabel("efficiency")
-        legend_above(axes)
-        return to_svg(figure, title)
 
 
 def to_svg(figure: Figure, title: str) -> str:

@@ -7,9 +7,10 @@ What a study needs is imported when its command runs: torch and matplotlib take 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from fuelrail.bench.planner.scenario import PlanOptions
 from fuelrail.bench.report.files import (
@@ -20,7 +21,7 @@ from fuelrail.bench.report.files import (
     publish,
     report_files,
 )
-from fuelrail.bench.report.options import OutputOptions, PlanOutput, add_dataset
+from fuelrail.bench.report.options import DATASET, OutputOptions, PlanOutput, command
 from fuelrail.bench.report.page import write_report
 from fuelrail.bench.studies.comm.report import CommOptions
 from fuelrail.bench.studies.comm.run import run_comm
@@ -33,54 +34,51 @@ from fuelrail.bench.studies.scale.report import ScaleOptions
 from fuelrail.bench.studies.scale.run import scale
 from fuelrail.bench.studies.train.run import bench_train
 from fuelrail.bench.studies.train.settings import TrainOptions
-from fuelrail.pipeline.cli import Command, add_flags, from_flags, print_json
+from fuelrail.pipeline.cli import Command, print_json
 
 if TYPE_CHECKING:
-    import argparse
-
     import msgspec
 
     from fuelrail.bench.studies.plan.report import PlanReport
     from fuelrail.bench.studies.train.report import Report
 
 
-class Study(NamedTuple):
-    """One study as a command.
+def study(
+    word: str,
+    help: str,  # noqa: A002 - as argparse names it
+    measure: Callable[..., Any],
+    *,
+    options: type[msgspec.Struct],
+    arguments: Mapping[str, Mapping[str, Any]] = MappingProxyType({"dataset": DATASET}),
+    names: Mapping[str, str] | None = None,
+    printed: Sequence[str] = (),
+    output: type[OutputOptions] = OutputOptions,
+    description: str,
+) -> Command:
+    """Return the command of a study.
 
-    ``make`` gets the argument, the options, the folder for the report (None: none is wanted) and
-    whether a page is wanted. It writes the report and returns it; None where another process prints
-    it. ``printed``: the fields that ``--json`` prints; all of them if empty.
+    Args:
+        word: that of the command, which names the folder of the report.
+        help: one line.
+        measure: gets the arguments, the options, ``out``, the folder for the report (None: none is
+            wanted), and ``html``, whether a page is wanted. It writes the report and returns it;
+            None where another process prints it.
+        options: the struct of its flags.
+        arguments: argparse's keywords for each argument that is no flag.
+        names: fields whose flag has another name.
+        printed: the fields that ``--json`` prints; all of them if empty.
+        output: the flags of the report.
+        description: what the command does, for its own help.
     """
 
-    help: str
-    description: str
-    options: type[msgspec.Struct]
-    make: Callable[[Any, Any, Any, bool], Any]
-    argument: Callable[[argparse.ArgumentParser], object] = add_dataset
-    printed: tuple[str, ...] = ()
-    output: type[OutputOptions] = OutputOptions
-
-
-def study_command(word: str, study: Study) -> Command:
-    """Return the command of a study."""
-
-    def configure(parser: argparse.ArgumentParser) -> None:
-        parser.description = study.description
-        study.argument(parser)
-        add_flags(parser, study.options, names={"resume": "continue"})
-        add_flags(parser, study.output)
-
-    def run(arguments: argparse.Namespace) -> int:
-        options = from_flags(arguments, study.options)
-        output = from_flags(arguments, study.output)
-        out = output.folder(word)
-        report = study.make(arguments, options, out, output.html)
+    def run(*values: Any) -> int:
+        *places, chosen, writing = values
+        out = writing.folder(word)
+        report = measure(*places, chosen, out=out, html=writing.html)
         if report is None:
             return 0
-        if output.json:
-            print_json(
-                {name: getattr(report, name) for name in study.printed} if study.printed else report
-            )
+        if writing.json:
+            print_json({name: getattr(report, name) for name in printed} if printed else report)
         else:
             from fuelrail.bench.report.console import (
                 print_report,
@@ -91,38 +89,35 @@ def study_command(word: str, study: Study) -> Command:
             print_report(report, console)
             if out is not None:
                 console.print(
-                    "\nwritten: " + ", ".join(map(str, report_files(out, html=output.html)))
+                    "\nwritten: " + ", ".join(map(str, report_files(out, html=writing.html)))
                 )
         return exit_code(report) if isinstance(report, ReportHeader) else 0
 
-    return Command(study.help, configure, run)
+    return command(
+        help,
+        run,
+        arguments=arguments,
+        options=(options, output),
+        names=names,
+        description=description,
+    )
 
 
-def _train(
-    arguments: argparse.Namespace, options: TrainOptions, out: Path, html: bool
-) -> Report | None:
-    report = bench_train(arguments.dataset, options, out=out, html=html)
+def train(dataset: str, options: TrainOptions, *, out: Path, html: bool) -> Report | None:
+    """Measure a run, and say where its trace is."""
+    report = bench_train(dataset, options, out=out, html=html)
     if options.trace and report is not None:
         sys.stderr.write(f"written: {out / TRACE_JSON}; open it in ui.perfetto.dev\n")
     return report
 
 
-def _of_dataset(
-    run: Callable[..., ReportHeader],
-) -> Callable[[argparse.Namespace, Any, Path, bool], ReportHeader]:
-    """Return the ``make`` of a study that takes the dataset, its options, ``out`` and ``html``."""
-    return lambda arguments, options, out, html: run(arguments.dataset, options, out=out, html=html)
-
-
-def _plan(
-    arguments: argparse.Namespace,
-    options: PlanOptions,
-    out: Path | None,
-    html: bool,
+def write_plan(
+    scenario: str | None, options: PlanOptions, *, out: Path | None, html: bool
 ) -> PlanReport:
+    """Plan, and write the plan's report and launch file."""
     if out is not None:
         prepare_folder(out, html=html)
-    report = plan(arguments.scenario, options)
+    report = plan(scenario, options)
     if out is not None:
         write_report(report, out, html=html)
     if report.recipe is not None:
@@ -134,78 +129,81 @@ def _plan(
 
 
 STUDIES = {
-    "train": Study(
+    "train": study(
+        "train",
         "train a model on all ranks and measure how busy the accelerators were",
-        "Trains a model, divided over the ranks as --strategy or --mesh says, and writes "
-        "report.json, report.md and report.html: occupancy, the time of each phase of the "
-        "step, the loader's stages, throughput.",
-        TrainOptions,
-        _train,
+        train,
+        options=TrainOptions,
         printed=("cut_off", "window", "figures", "checkpoints", "warnings"),
+        description="Trains a model, divided over the ranks as --strategy or --mesh says, and "
+        "writes report.json, report.md and report.html: occupancy, the time of each phase of the "
+        "step, the loader's stages, throughput.",
     ),
-    "loader": Study(
+    "loader": study(
+        "loader",
         "measure how fast a dataset can be loaded, stage by stage, and what limits it",
-        "Runs the loader at full speed, each of its stages alone, and this machine's limits "
-        "on the same bytes, all from the page cache. Reports rates, CPU time, the time to "
-        "the first batch, and the bottleneck of the loader.",
-        LoaderOptions,
-        _of_dataset(bench_loader),
+        bench_loader,
+        options=LoaderOptions,
         printed=("cut_off", "figures", "too_short", "warnings"),
+        description="Runs the loader at full speed, each of its stages alone, and this machine's "
+        "limits on the same bytes, all from the page cache. Reports rates, CPU time, the time to "
+        "the first batch, and the bottleneck of the loader.",
     ),
-    "scale": Study(
-        (
-            "measure weak and strong scaling on emulated accelerators, and simulate weak "
-            "scaling to thousands of ranks"
-        ),
-        "Trains with 1, 2, 4 ranks of this host on emulated accelerators: with a fixed "
-        "batch per rank (weak scaling) and with a fixed global batch (strong scaling). A "
-        "simulation draws from the runs with up to 2 ranks and is compared with all runs. "
-        "It then continues to thousands of ranks, with stragglers and with a limited "
-        "storage bandwidth.",
-        ScaleOptions,
-        _of_dataset(scale),
+    "scale": study(
+        "scale",
+        "measure weak and strong scaling on emulated accelerators",
+        scale,
+        options=ScaleOptions,
+        description="Trains with 1, 2, 4 ranks of this host on emulated accelerators: with a fixed "
+        "batch per rank (weak scaling) and with a fixed global batch (strong scaling). "
+        "`fuelrail plan` predicts scaling over a cluster.",
     ),
-    "diagnose": Study(
+    "diagnose": study(
+        "diagnose",
         (
             "find the bottleneck of a training run by switching off one part at a time, and try "
             "settings that may help"
         ),
-        "Repeats `bench train` with one part left out at a time: loading, storage, "
+        diagnose,
+        options=DiagnoseOptions,
+        description="Repeats `bench train` with one part left out at a time: loading, storage, "
         "decompression, decoding, the copy, the all-reduce. The differences name the "
         "bottleneck and the speed-up without it. Writes report.json, report.md and "
         "report.html. Takes the arguments of `bench train`, for each run.",
-        DiagnoseOptions,
-        _of_dataset(diagnose),
     ),
-    "comm": Study(
-        help=(
+    "comm": study(
+        "comm",
+        (
             "measure collectives by size and axis of the mesh, and write a cluster file for "
             "`fuelrail plan`"
         ),
-        description="Times all-reduce, all-gather, reduce-scatter and send/receive between ranks of "
-        "this host; inside torchrun (torchrun ... --no-python fuelrail bench comm) between "
-        "the ranks of its job. Bus bandwidths are nccl-tests'.",
+        run_comm,
         options=CommOptions,
-        make=lambda _, options, out, html: run_comm(options, out, html=html),
-        argument=lambda _: None,
+        arguments={},
+        description="Times all-reduce, all-gather, reduce-scatter and send/receive between ranks "
+        "of this host; inside torchrun (torchrun ... --no-python fuelrail bench comm) between "
+        "the ranks of its job. Bus bandwidths are nccl-tests'.",
     ),
 }
 """The words of ``fuelrail bench``."""
 
-_PLAN = Study(
-    help="say what fits, how fast it trains, what it costs, and whether the data keeps up",
-    description="Predicts, without training: the simplest way to divide the model that fits the "
-    "cluster, its step time, rate and cost, and whether storage and decoding keep up. Flags "
-    "replace what the scenario says.",
-    options=PlanOptions,
-    make=_plan,
-    argument=lambda parser: parser.add_argument(
-        "scenario",
-        metavar="SCENARIO",
-        nargs="?",
-        help="model, cluster and batch: a name that `fuelrail presets` lists, or a YAML file "
-        "(default: what --model, --cluster and --global-batch say)",
-    ),
-    output=PlanOutput,
-)
-COMMANDS = {"plan": study_command("plan", _PLAN)}
+COMMANDS = {
+    "plan": study(
+        "plan",
+        "say what fits, how fast it trains, what it costs, and whether the data keeps up",
+        write_plan,
+        options=PlanOptions,
+        arguments={
+            "scenario": {
+                "metavar": "SCENARIO",
+                "nargs": "?",
+                "help": "model, cluster and batch: a name that `fuelrail presets` lists, or a YAML "
+                "file (default: what --model, --cluster and --global-batch say)",
+            }
+        },
+        output=PlanOutput,
+        description="Predicts, without training: the simplest way to divide the model that fits "
+        "the cluster, its step time, rate and cost, and whether storage and decoding keep up. "
+        "Flags replace what the scenario says.",
+    )
+}

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias
 import msgspec
 import numpy as np
 
-from fuelrail.bench.measure.shown import shown_fields
+from fuelrail.bench.measure.display import displayed_fields
 from fuelrail.bench.report.console import print_table, report_console
 from fuelrail.bench.report.files import (
     ReportHeader,
@@ -188,24 +188,63 @@ def compare(before: Comparable, after: Comparable) -> list[Change]:
         raise ConfigError(
             f"reports of different kinds cannot be compared: {before.schema} and {after.schema}"
         )
+    rows = []
     if isinstance(before, Report):
-        rows = _train_changes(before, after)
-    else:
-        old = _figures(before)
-        new = _figures(after)
-        rows = []
-        for name in (name for name in new if name in old):
-            a = old[name]
-            b = new[name]
-            # Lowest over highest and the reverse, where both have an interval.
-            has_interval = a.has_interval and b.has_interval
+        assert isinstance(after, Report)
+        assert before.figures is not None
+        assert after.figures is not None
+        ratios = step_ratios(before, after)
+        old_figures = before.figures
+        new_figures = after.figures
+        figures = [
+            (
+                "mean step time [ms]",
+                old_figures.step_time.mean_ms,
+                new_figures.step_time.mean_ms,
+                ratios,
+                False,
+            )
+        ]
+        # The batches being the same, rates and occupancy follow the step time; else they are no
+        # comparison.
+        if _work(before) == _work(after):
+            rates = ratios.mean() / ratios
+            for name, a, b in (
+                ("occupancy", old_figures.occupancy.mean, new_figures.occupancy.mean),
+                (
+                    "samples/s",
+                    old_figures.throughput.samples_per_s,
+                    new_figures.throughput.samples_per_s,
+                ),
+            ):
+                figures.append((name, a, b, b / a * rates, True))
+        for name, a, b, ratio_samples, higher_is_better in figures:
+            low, high = np.quantile(ratio_samples, (0.025, 0.975)).tolist()
             rows.append(
                 Change(
                     name=name,
-                    before=a.median,
-                    after=b.median,
-                    ratio_low=b.low / a.high if has_interval else None,
-                    ratio_high=b.high / a.low if has_interval else None,
+                    before=a,
+                    after=b,
+                    ratio_low=low,
+                    ratio_high=high,
+                    higher_is_better=higher_is_better,
+                )
+            )
+    else:
+        old = _figures(before)
+        new = _figures(after)
+        for name in (name for name in new if name in old):
+            first = old[name]
+            second = new[name]
+            # Lowest over highest and the reverse, where both have an interval.
+            has_interval = first.has_interval and second.has_interval
+            rows.append(
+                Change(
+                    name=name,
+                    before=first.median,
+                    after=second.median,
+                    ratio_low=second.low / first.high if has_interval else None,
+                    ratio_high=second.high / first.low if has_interval else None,
                     higher_is_better=not name.endswith(("[ms]", "[s]")),
                 )
             )
@@ -222,50 +261,6 @@ def compare(before: Comparable, after: Comparable) -> list[Change]:
     return rows
 
 
-def _train_changes(before: Report, after: Any) -> list[Change]:
-    assert before.figures is not None
-    assert after.figures is not None
-    ratios = step_ratios(before, after)
-    old = before.figures
-    new = after.figures
-    times = [
-        (
-            "mean step time [ms]",
-            old.step_time.mean_ms,
-            new.step_time.mean_ms,
-            ratios,
-            False,
-        )
-    ]
-    # The batches being the same, rates and occupancy follow the step time; else they are no
-    # comparison.
-    if _work(before) == _work(after):
-        rates = ratios.mean() / ratios
-        for name, a, b in (
-            ("occupancy", old.occupancy.mean, new.occupancy.mean),
-            (
-                "samples/s",
-                old.throughput.samples_per_s,
-                new.throughput.samples_per_s,
-            ),
-        ):
-            times.append((name, a, b, b / a * rates, True))
-    changes = []
-    for name, a, b, ratio_samples, higher_is_better in times:
-        low, high = np.quantile(ratio_samples, (0.025, 0.975)).tolist()
-        changes.append(
-            Change(
-                name=name,
-                before=a,
-                after=b,
-                ratio_low=low,
-                ratio_high=high,
-                higher_is_better=higher_is_better,
-            )
-        )
-    return changes
-
-
 def _figures(report: Any) -> dict[str, Interval]:
     """Return what can be compared of a report, by name; where it is a time, the unit in the name
     says so.
@@ -276,7 +271,7 @@ def _figures(report: Any) -> dict[str, Interval]:
             for run in report.measured
         }
     if isinstance(report, LoaderReport):
-        fields = shown_fields(LoaderFigures)
+        fields = displayed_fields(LoaderFigures)
         return {
             entry.label: getattr(report.figures, name)
             for name, entry in fields.items()
@@ -347,7 +342,27 @@ def print_comparison(
         if line.startswith(("dataset:", "split:")):
             console.print(f"warning: the reports are of different data: {line}")
     header = ("figure", "A", "B", "B / A", "interval", "")
-    print_table(console, header, map(_row, comparison.changes))
+    rows = []
+    for change in comparison.changes:
+        interval = "none"
+        verdict = "unknown: fewer than 3 repeats"
+        if change.ratio_low is not None and change.ratio_high is not None:
+            interval = f"{change.ratio_low:.3f} to {change.ratio_high:.3f}"
+            is_better = (change.ratio > 1) == change.higher_is_better
+            verdict = "better" if is_better else "worse"
+            if not change.is_real:
+                verdict = "within noise"
+        rows.append(
+            [
+                change.name,
+                f"{change.before:,.4g}",
+                f"{change.after:,.4g}",
+                f"{change.ratio:.3f}",
+                interval,
+                verdict,
+            ]
+        )
+    print_table(console, header, rows)
     for line in comparison.differences:
         console.print(f"also differs: {line}")
     worse = ": " + ", ".join(comparison.worse) if comparison.worse else ""
@@ -356,25 +371,6 @@ def print_comparison(
         f"beyond noise{worse}"
     )
     return code
-
-
-def _row(change: Change) -> list[str]:
-    interval = "none"
-    verdict = "unknown: fewer than 3 repeats"
-    if change.ratio_low is not None and change.ratio_high is not None:
-        interval = f"{change.ratio_low:.3f} to {change.ratio_high:.3f}"
-        is_better = (change.ratio > 1) == change.higher_is_better
-        verdict = "better" if is_better else "worse"
-        if not change.is_real:
-            verdict = "within noise"
-    return [
-        change.name,
-        f"{change.before:,.4g}",
-        f"{change.after:,.4g}",
-        f"{change.ratio:.3f}",
-        interval,
-        verdict,
-    ]
 
 
 DIFF = command(

@@ -102,7 +102,7 @@ def _tensors(
 ) -> Iterator[tuple[str, Callable[[], Tensor]]]:
     if isinstance(source, Mapping):
         for name, value in source.items():
-            yield name, partial(_itself, value)
+            yield name, value.detach
         return
     place = Path(source)
     files = [file for file in sorted(place.glob("*.safetensors")) or [place] if file.is_file()]
@@ -121,10 +121,6 @@ def _tensors(
         with opened:
             for name in opened.keys():  # noqa: SIM118 - it is not a mapping
                 yield name, partial(opened.get_tensor, name)
-
-
-def _itself(value: Tensor) -> Tensor:
-    return value
 
 
 def save_weights(
@@ -180,14 +176,7 @@ def save_weights(
                 elif full_value is not None:
                     dist.send(full_value.contiguous(), 0)
             if file is not None and full_value is not None:
-                file.write(
-                    full_value.detach()
-                    .cpu()
-                    .contiguous()
-                    .reshape(-1)
-                    .view(torch.uint8)
-                    .numpy()
-                    .tobytes()
-                )
+                values = full_value.detach().cpu().contiguous().reshape(-1)
+                file.write(values.view(torch.uint8).numpy().tobytes())
     if parallel.world > 1:
         dist.barrier()  # the caller may read the file on any rank

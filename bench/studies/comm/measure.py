@@ -9,7 +9,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -30,7 +30,6 @@ from fuelrail.bench.studies.comm.report import (
     CommOptions,
     CommReport,
     Kind,
-    TimedCollective,
     timed,
 )
 from fuelrail.bench.trainer.strategies.parallel import make_mesh
@@ -69,17 +68,42 @@ def measure(options: CommOptions) -> CommReport:
             sizes.append(size)
             size *= _STEP
         sizes.append(options.largest)
-        timed = []
-        for axis, group in _groups(options, world, device):
+        everyone = dist.group.WORLD
+        assert everyone is not None, "the process group is initialised"
+        mesh = None
+        if options.mesh is not None:
+            mesh = make_mesh(degrees_of(ParallelSettings(mesh=options.mesh), world), device.type)
+        if mesh is not None:
+            axes = {axis: mesh.get_group(axis) for axis in mesh.mesh_dim_names or ()}
+            groups = {axis: group for axis, group in axes.items() if group.size() > 1}
+        elif options.mesh is not None:  # copies of whole models
+            groups = {"dp_replicate": everyone}
+        else:
+            groups = {"all": everyone}
+        collectives = []
+        for axis, group in groups.items():
             for kind, size in itertools.product(KINDS, sizes):
-                timed.append(
-                    _timed(
+                ranks = group.size()
+                elements = max(1, size // 4 // ranks) * ranks
+                collective = _collective(kind, group, torch.ones(elements, device=device))
+                times = []
+                for number in range(options.warmup + options.repeats):
+                    dist.barrier(group)
+                    _wait(device)
+                    started_s = time.perf_counter()
+                    collective()
+                    _wait(device)
+                    if number >= options.warmup:
+                        times.append(time.perf_counter() - started_s)
+                slowest = torch.tensor(statistics.median(times), device=device, dtype=torch.float64)
+                dist.all_reduce(slowest, dist.ReduceOp.MAX)
+                collectives.append(
+                    timed(
                         kind,
                         axis=axis,
-                        group=group,
-                        size=size,
-                        device=device,
-                        options=options,
+                        ranks=ranks,
+                        num_bytes=elements * 4,
+                        seconds=float(slowest),
                     )
                 )
         uses_by_host: list[tuple[str, CpuUse]] = [("", watch.use())] * world
@@ -104,7 +128,7 @@ def measure(options: CommOptions) -> CommReport:
             nodes=len(uses),
             ranks=world,
             options=options,
-            timed=timed,
+            timed=collectives,
             warnings=warnings,
             disturbed=next(
                 (use.disturbed for use in uses if use.disturbed is not None),
@@ -113,55 +137,6 @@ def measure(options: CommOptions) -> CommReport:
         )
     finally:
         dist.destroy_process_group()
-
-
-def _groups(
-    options: CommOptions, world: int, device: torch.device
-) -> Iterator[tuple[str, dist.ProcessGroup]]:
-    everyone = dist.group.WORLD
-    assert everyone is not None, "the process group is initialised"
-    if options.mesh is None:
-        yield "all", everyone
-        return
-    mesh = make_mesh(degrees_of(ParallelSettings(mesh=options.mesh), world), device.type)
-    if mesh is None:  # copies of whole models
-        yield "dp_replicate", everyone
-        return
-    for axis in mesh.mesh_dim_names or ():
-        group = mesh.get_group(axis)
-        if group.size() > 1:
-            yield axis, group
-
-
-def _timed(
-    kind: Kind,
-    axis: str,
-    group: dist.ProcessGroup,
-    size: int,
-    device: torch.device,
-    options: CommOptions,
-) -> TimedCollective:
-    ranks = group.size()
-    elements = max(1, size // 4 // ranks) * ranks
-    collective = _collective(kind, group, torch.ones(elements, device=device))
-    times = []
-    for number in range(options.warmup + options.repeats):
-        dist.barrier(group)
-        _wait(device)
-        started_s = time.perf_counter()
-        collective()
-        _wait(device)
-        if number >= options.warmup:
-            times.append(time.perf_counter() - started_s)
-    slowest = torch.tensor(statistics.median(times), device=device, dtype=torch.float64)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return timed(
-        kind,
-        axis=axis,
-        ranks=ranks,
-        num_bytes=elements * 4,
-        seconds=float(slowest),
-    )
 
 
 def _wait(device: torch.device) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from fuelrail.bench.measure.shown import shown
+from fuelrail.bench.measure.display import display
 from fuelrail.bench.planner.formulas import sent_bytes
 from fuelrail.bench.report.files import ReportHead
 from fuelrail.pipeline.settings import NotNegative, Positive, Settings, flag
@@ -67,13 +67,13 @@ class TimedCollective(msgspec.Struct, frozen=True, kw_only=True):
     reduce-scatter, 1 for send and receive (nccl-tests, doc/PERFORMANCE.md).
     """
 
-    kind: Annotated[Kind, shown("collective")]
-    axis: Annotated[str, shown("axis")]
-    ranks: Annotated[int, shown("ranks")]
-    num_bytes: Annotated[int, shown("bytes", digits=",")]
-    microseconds: Annotated[float, shown("us", digits=",.1f")]
-    algorithm_gb_per_s: Annotated[float, shown("algorithm GB/s", digits=".3f")]
-    bus_gb_per_s: Annotated[float, shown("bus GB/s", digits=".3f")]
+    kind: Annotated[Kind, display("collective")]
+    axis: Annotated[str, display("axis")]
+    ranks: Annotated[int, display("ranks")]
+    num_bytes: Annotated[int, display("bytes", digits=",")]
+    microseconds: Annotated[float, display("us", digits=",.1f")]
+    algorithm_gb_per_s: Annotated[float, display("algorithm GB/s", digits=".3f")]
+    bus_gb_per_s: Annotated[float, display("bus GB/s", digits=".3f")]
 
 
 class CommReport(ReportHead, frozen=True, kw_only=True):

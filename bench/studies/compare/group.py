@@ -39,7 +39,17 @@ def process_group(
                 env=environment,
                 process_group=0,
             )
-            ends.callback(_end, process)
+
+            def end() -> None:
+                signal_group(process, signal.SIGKILL)
+                process.wait()
+                # Its workers are gone a moment later, or never in a container without an init,
+                # which would reap orphans.
+                deadline_s = time.monotonic() + _GONE_S
+                while signal_group(process, 0) and time.monotonic() < deadline_s:
+                    time.sleep(_POLL_S)
+
+            ends.callback(end)
         yield process
 
 
@@ -50,13 +60,3 @@ def signal_group(process: subprocess.Popen[bytes], signum: int) -> bool:
     except ProcessLookupError:
         return False
     return True
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    signal_group(process, signal.SIGKILL)
-    process.wait()
-    # Its workers are gone a moment later, or never in a container without an init, which would reap
-    # orphans.
-    deadline_s = time.monotonic() + _GONE_S
-    while signal_group(process, 0) and time.monotonic() < deadline_s:
-        time.sleep(_POLL_S)

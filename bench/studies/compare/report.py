@@ -175,25 +175,6 @@ def _rate(timed: Timed, images_per_batch: int) -> tuple[float | None, str | None
     ) * images_per_batch, None
 
 
-def _figures(contestant: ContestantResult) -> ContestantFigures | None:
-    good = [run for run in contestant.runs if run.images_per_s is not None]
-    rates = [run.images_per_s for run in good if run.images_per_s is not None]
-    if not rates:
-        return None
-    ratios = [
-        run.reference_images_per_s / rate
-        for run, rate in zip(good, rates, strict=True)
-        if run.reference_images_per_s is not None
-    ]
-    return ContestantFigures(
-        images_per_s=interval_of(rates),
-        cpu_s_per_1000_images=float(np.median([run.cpu_s_per_1000_images for run in good])),
-        peak_memory_bytes=max(run.peak_memory_bytes for run in good),
-        first_batch_s=float(np.median([run.first_batch_s for run in good])),
-        ours_times_as_fast=ratio_interval(ratios) if ratios else None,
-    )
-
-
 def build_compare_report(
     *,
     machine: MachineFacts,
@@ -206,7 +187,25 @@ def build_compare_report(
     cut_off: str | None,
 ) -> CompareReport:
     """Put the parts together."""
-    judged = [msgspec.structs.replace(entry, figures=_figures(entry)) for entry in contestants]
+    judged = []
+    for entry in contestants:
+        figures = None
+        good = [run for run in entry.runs if run.images_per_s is not None]
+        rates = [run.images_per_s for run in good if run.images_per_s is not None]
+        if rates:
+            ratios = [
+                run.reference_images_per_s / rate
+                for run, rate in zip(good, rates, strict=True)
+                if run.reference_images_per_s is not None
+            ]
+            figures = ContestantFigures(
+                images_per_s=interval_of(rates),
+                cpu_s_per_1000_images=float(np.median([run.cpu_s_per_1000_images for run in good])),
+                peak_memory_bytes=max(run.peak_memory_bytes for run in good),
+                first_batch_s=float(np.median([run.first_batch_s for run in good])),
+                ours_times_as_fast=ratio_interval(ratios) if ratios else None,
+            )
+        judged.append(msgspec.structs.replace(entry, figures=figures))
     warnings = []
     runs = [(entry.name, run) for entry in judged for run in entry.runs]
     excluded = [
@@ -216,6 +215,19 @@ def build_compare_report(
     ]
     if excluded:
         warnings.append(f"{len(excluded)} of {len(runs)} runs do not count: {'; '.join(excluded)}.")
+    undoubted = [run for _, run in runs if run.doubt is None]
+    other_cpus = [run.others_cpus for run in undoubted if run.others_cpus is not None]
+    disturbed = None
+    if other_cpus and max(other_cpus) > 0.1:  # more than a tenth of a CPU
+        stolen = max(
+            (run.stolen_cpus for run in undoubted if run.stolen_cpus is not None),
+            default=0.0,
+        )
+        disturbed = (
+            f"other processes used up to {max(other_cpus):.1f} CPUs during a run (median "
+            f"{float(np.median(other_cpus)):.2f}), of which the hypervisor took up to "
+            f"{stolen:.2f}; rates are too low by about that share, ratios suffer less"
+        )
     return CompareReport(
         schema=SCHEMA,
         version=VERSION,
@@ -229,7 +241,7 @@ def build_compare_report(
         options=options,
         num_rounds=num_rounds,
         contestants=judged,
-        disturbed=_disturbed(judged),
+        disturbed=disturbed,
         warnings=warnings,
     )
 
@@ -243,23 +255,6 @@ def ranking(report: CompareReport) -> list[ContestantResult]:
     }
     timed = [entry for entry in report.contestants if entry.name in rates]
     return sorted(timed, key=lambda entry: -rates[entry.name])
-
-
-def _disturbed(contestants: Sequence[ContestantResult]) -> str | None:
-    """Return a message on the others' use of the host, if that was more than a tenth of a CPU."""
-    runs = [run for entry in contestants for run in entry.runs if run.doubt is None]
-    other_cpus = [run.others_cpus for run in runs if run.others_cpus is not None]
-    if not other_cpus or max(other_cpus) <= 0.1:
-        return None
-    stolen = max(
-        (run.stolen_cpus for run in runs if run.stolen_cpus is not None),
-        default=0.0,
-    )
-    return (
-        f"other processes used up to {max(other_cpus):.1f} CPUs during a run (median "
-        f"{float(np.median(other_cpus)):.2f}), of which the hypervisor took up to "
-        f"{stolen:.2f}; rates are too low by about that share, ratios suffer less"
-    )
 
 
 def load_compare_report(path: Path) -> CompareReport:

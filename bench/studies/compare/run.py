@@ -111,15 +111,37 @@ class Workshop:
         work = msgspec.structs.replace(self._work, height=1, width=1, batch_size=1, seed=0)
         done = _Done(self._dataset.manifest.fingerprint, work)
         try:
-            made = msgspec.json.decode(_done_path(folder).read_bytes(), type=_Done)
+            written_data = msgspec.json.decode(_done_path(folder).read_bytes(), type=_Done)
         except (OSError, msgspec.DecodeError):
-            made = None
-        if made == done:
+            written_data = None
+        if written_data == done:
             return None
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         if contestant.peer == OURS:
-            reason = self._restart_copy(folder)
+            from fuelrail.sharding.planning.recipe import make_recipe
+            from fuelrail.sharding.progress import Quiet
+            from fuelrail.sharding.run import shard
+            from fuelrail.sharding.sources.registry import parse_source
+
+            reason = None
+            try:
+                folder.rmdir()
+                (split,) = self._dataset.manifest.splits
+                recipe = make_recipe(
+                    jpeg=RESTART,
+                    splits={split: 1.0},
+                    name=self._dataset.manifest.name,
+                )
+                shard(
+                    parse_source(f"fuelrail:{self._dataset.root}", {}),
+                    out=folder,
+                    recipe=recipe,
+                    num_workers=len(self._cpus),
+                    progress=Quiet(),
+                )
+            except FuelrailError as error:
+                reason = str(error)
         else:
             answer = self._run(contestant, "write")
             reason = answer.message if isinstance(answer, Failure) else None
@@ -224,31 +246,6 @@ class Workshop:
     def _begin(self, runner: _Runner) -> bool:
         """Run a lap that does not count behind the first batch: queues fill, memory is taken."""
         return runner.process.begin(self._lap_s, _START_LIMIT_S)
-
-    def _restart_copy(self, folder: Path) -> str | None:
-        from fuelrail.sharding.planning.recipe import make_recipe
-        from fuelrail.sharding.progress import Quiet
-        from fuelrail.sharding.run import shard
-        from fuelrail.sharding.sources.registry import parse_source
-
-        try:
-            folder.rmdir()
-            (split,) = self._dataset.manifest.splits
-            recipe = make_recipe(
-                jpeg=RESTART,
-                splits={split: 1.0},
-                name=self._dataset.manifest.name,
-            )
-            shard(
-                parse_source(f"fuelrail:{self._dataset.root}", {}),
-                out=folder,
-                recipe=recipe,
-                num_workers=len(self._cpus),
-                progress=Quiet(),
-            )
-        except FuelrailError as error:
-            return str(error)
-        return None
 
     def _run(
         self,

@@ -29,7 +29,7 @@ from fuelrail.bench.peers.process import describe_work
 from fuelrail.bench.report.files import REPORT_JSON, prepare_folder
 from fuelrail.bench.report.options import output_folder
 from fuelrail.bench.report.page import write_report
-from fuelrail.bench.studies.commands import Study, study_command
+from fuelrail.bench.studies.commands import study
 from fuelrail.bench.studies.compare.report import (
     CompareReport,
     ContestantResult,
@@ -112,6 +112,35 @@ class _Output(NamedTuple):
     html: bool
 
 
+def open_samples(place: str | os.PathLike[str], options: CompareOptions, data: Path) -> Dataset:
+    """Open the dataset, or make one in the data folder: of a source, or of one split of several."""
+    kind, colon, _ = os.fspath(place).partition(":")
+    if not colon or "/" in kind or Path(place).is_dir():
+        dataset = open_dataset(place)
+        split = options.split
+        if split is None:
+            return dataset
+        entry = dataset.split(split)  # refuses one that is not there
+        if len(dataset.manifest.splits) == 1:
+            return dataset
+        source = parse_source(f"fuelrail:{dataset.root}", {})
+        clips = dataset.index.clip_ids(entry.first_sample, entry.first_sample + entry.num_samples)
+        recipe = make_recipe(splits={split: clips})
+        out = data / f"split-{split}"
+    else:
+        if options.split is not None:
+            raise ConfigError(
+                "--split is for datasets; of a source, compare loads all samples as one split"
+            )
+        named = {} if options.version is None else {"version": options.version}
+        source = parse_source(os.fspath(place), named)
+        recipe = make_recipe(splits={"train": 1.0})
+        out = data / "fuelrail"
+    with make_progress(as_json=False) as progress:
+        shard(source, out=out, recipe=recipe, num_workers=1, progress=progress)
+    return open_dataset(out)
+
+
 def compare(
     source: str | os.PathLike[str],
     options: CompareOptions | None = None,
@@ -133,7 +162,7 @@ def compare(
     with output_folder(out) as folder:
         output = _Output(folder, html and out is not None)
         samples = folder / "data" if options.data is None else Path(options.data)
-        dataset = _dataset(source, options, samples)
+        dataset = open_samples(source, options, samples)
         work = describe_work(
             dataset,
             height=options.height,
@@ -311,70 +340,21 @@ class _Session:
         )
 
 
-def _dataset(place: str | os.PathLike[str], options: CompareOptions, data: Path) -> Dataset:
-    """Open the dataset, or make one of a source in the data folder."""
-    kind, colon, _ = os.fspath(place).partition(":")
-    if not colon or "/" in kind or Path(place).is_dir():
-        dataset = open_dataset(place)
-        return dataset if options.split is None else _one_split(dataset, options.split, data)
-    if options.split is not None:
-        raise ConfigError(
-            "--split is for datasets; of a source, compare loads all samples as one split"
-        )
-    named = {} if options.version is None else {"version": options.version}
-    out = data / "fuelrail"
-    with make_progress(as_json=False) as progress:
-        shard(
-            parse_source(os.fspath(place), named),
-            out=out,
-            recipe=make_recipe(splits={"train": 1.0}),
-            num_workers=1,
-            progress=progress,
-        )
-    return open_dataset(out)
-
-
-def _one_split(dataset: Dataset, split: str, data: Path) -> Dataset:
-    """Return the dataset if it has that split alone, else a dataset of the split's clips, made
-    in the data folder.
-    """
-    entry = dataset.split(split)  # refuses one that is not there
-    if len(dataset.manifest.splits) == 1:
-        return dataset
-    source = parse_source(f"fuelrail:{dataset.root}", {})
-    clips = dataset.index.clip_ids(entry.first_sample, entry.first_sample + entry.num_samples)
-    out = data / f"split-{split}"
-    with make_progress(as_json=False) as progress:
-        shard(
-            source,
-            out=out,
-            recipe=make_recipe(splits={split: clips}),
-            num_workers=1,
-            progress=progress,
-        )
-    return open_dataset(out)
-
-
-COMPARE = study_command(
+COMPARE = study(
     "compare",
-    Study(
-        help=(
-            "compare the speed of all installed loaders on the same images, with confidence "
-            "intervals"
-        ),
-        description="Writes the dataset's samples in the format of each loader, checks the images of "
-        "every loader against the reference, then times the loaders in turns, each in a "
-        "process of its own on the same CPUs. A loader that is not installed, or whose "
-        "images differ, is left out and listed. Prepare with --rounds 0, and add rounds "
-        "later with --continue.",
-        options=CompareOptions,
-        make=lambda arguments, options, out, html: compare(
-            arguments.source, options, out=out, html=html
-        ),
-        argument=lambda parser: parser.add_argument(
-            "source",
-            metavar="DATASET_OR_SOURCE",
-            help="a Fuelrail dataset, or a source as in `shard`",
-        ),
-    ),
+    "compare the speed of all installed loaders on the same images, with confidence intervals",
+    compare,
+    options=CompareOptions,
+    arguments={
+        "source": {
+            "metavar": "DATASET_OR_SOURCE",
+            "help": "a Fuelrail dataset, or a source as in `shard`",
+        }
+    },
+    names={"resume": "continue"},
+    description="Writes the dataset's samples in the format of each loader, checks the images of "
+    "every loader against the reference, then times the loaders in turns, each in a "
+    "process of its own on the same CPUs. A loader that is not installed, or whose "
+    "images differ, is left out and listed. Prepare with --rounds 0, and add rounds "
+    "later with --continue.",
 )

@@ -238,7 +238,13 @@ def _judge(
 ) -> _Verdict:
     figures = _figures(first.as_it_is)
     slow = next((rank for rank in figures.occupancy.ranks if rank.is_slow), None)
-    if slow is not None and "all-reduce" in counting and _is_slow_alone(first, slow.rank):
+    # A slow rank is slow without all-reduce too. In step, of two ranks that starve alike one gets
+    # its batch last every time, while the other's lie ready.
+    is_slow_alone = False
+    if slow is not None and "all-reduce" in counting:
+        apart = _figures(first.without["all-reduce"])
+        is_slow_alone = apart.occupancy.ranks[slow.rank].is_slow
+    if slow is not None and is_slow_alone:
         return _Verdict(
             "slow rank",
             f"Rank {slow.rank} takes {slow.slower:.0%} longer than the others for its "
@@ -467,16 +473,6 @@ def _undisturbed(report: Report, figures: Figures) -> _Verdict:
         "Only a faster accelerator or a cheaper model makes this run faster.",
         0.0,
     )
-
-
-def _is_slow_alone(runs: Round, rank: int) -> bool:
-    """Return whether a rank is also slow without all-reduce.
-
-    In step, of two ranks that starve alike one gets its batch last every time, while the other's
-    lie ready.
-    """
-    apart = _figures(runs.without["all-reduce"])
-    return apart.occupancy.ranks[rank].is_slow
 
 
 def _is_shorter(runs: Round, without: LeaveOut, *phases: str) -> bool:

@@ -76,8 +76,10 @@ def diagnose(
 ) -> DiagnoseReport:
     """Find the bottleneck of a training run by leaving out one part at a time.
 
-    ``fuelrail.bench.diagnose("DATASET", steps=100)`` takes the fields of :class:`DiagnoseOptions` as
-    keywords. ``out`` is a folder for the report and for those of the runs; None: nothing is
+    ``fuelrail.bench.diagnose("DATASET", steps=100)`` takes the fields of
+    :class:`DiagnoseOptions` as keywords.
+
+    ``out`` is a folder for the report and for those of the runs; None: nothing is
     written. Runs that end early make the report partial (``cut_off``), also after Ctrl+C. Raises
     ConfigError, DatasetErrors, and FuelrailError where a run is too short to show anything.
     """

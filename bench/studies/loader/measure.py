@@ -36,8 +36,10 @@ def bench_loader(
 ) -> LoaderReport:
     """Measure how fast a dataset can be loaded here, stage by stage, and what limits it.
 
-    ``fuelrail.bench.bench_loader("DATASET", repeats=3)`` takes the fields of :class:`LoaderOptions` as
-    keywords. ``out`` is a folder for the report; None: nothing is written. After Ctrl+C the report
+    ``fuelrail.bench.bench_loader("DATASET", repeats=3)`` takes the fields of
+    :class:`LoaderOptions` as keywords.
+
+    ``out`` is a folder for the report; None: nothing is written. After Ctrl+C the report
     holds the complete rounds (``cut_off``). Raises ConfigError and DatasetErrors.
     """
     options = make_options(LoaderOptions, options, changes)

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
+from fuelrail.bench.measure.display import display
 from fuelrail.bench.measure.limits import jpeg_limit
 from fuelrail.bench.measure.machine import CpuUse
 from fuelrail.bench.measure.rates import Interval, Rate, interval_of
-from fuelrail.bench.measure.shown import shown
 from fuelrail.bench.report.files import ReportHeader, created_now
 from fuelrail.pipeline.runtime.stages import StageClock
 from fuelrail.pipeline.settings import (
@@ -108,23 +108,25 @@ class LoaderRun(msgspec.Struct, frozen=True, kw_only=True):
 class LoaderFigures(msgspec.Struct, frozen=True, kw_only=True):
     """Figures over all repeats; rates are those of the steady parts."""
 
-    samples_per_s: Annotated[Interval, shown("samples/s", digits=".1f", better="more")]
+    samples_per_s: Annotated[Interval, display("samples/s", digits=".1f", better="more")]
     images_per_s: Interval
-    stored_mb_per_s: Annotated[float, shown("as stored", unit="MB/s", digits=".0f")]
+    stored_mb_per_s: Annotated[float, display("as stored", unit="MB/s", digits=".0f")]
     cpu_ms_per_sample: Annotated[
         Interval,
-        shown("CPU time a sample", unit="ms", digits=".2f", better="less"),
+        display("CPU time a sample", unit="ms", digits=".2f", better="less"),
     ]
     trainer_cpu_ms_per_sample: Annotated[
-        Interval, shown("of that in this process", unit="ms", digits=".2f")
+        Interval, display("of that in this process", unit="ms", digits=".2f")
     ]
     cpu_s_per_1000_images: Annotated[
-        float, shown("CPU time per 1,000 images", unit="s", digits=".2f")
+        float, display("CPU time per 1,000 images", unit="s", digits=".2f")
     ]
-    first_batch_s: Annotated[Interval, shown("first batch", unit="s", digits=".2f", better="less")]
+    first_batch_s: Annotated[
+        Interval, display("first batch", unit="s", digits=".2f", better="less")
+    ]
     peak_rss_bytes: Annotated[
         int,
-        shown("peak memory of the process", unit="GiB", digits=".2f", scale=2**-30),
+        display("peak memory of the process", unit="GiB", digits=".2f", scale=2**-30),
     ]
     bound: Bound
 
@@ -371,7 +373,9 @@ def _cpu_bound(
         return Bound(
             kind="cpu",
             stage="decode",
-            finding=f"{finding} The JPEG library alone takes {jpeg.cpu_ms_per_sample:.1f} ms of it.",
+            finding=(
+                f"{finding} The JPEG library alone takes {jpeg.cpu_ms_per_sample:.1f} ms of it."
+            ),
             advice="Give each rank more CPU cores, store smaller images, or decode on the GPU; on "
             "these cores and with these images no loader can do better than the library.",
             gain=cpu_ms_per_sample / jpeg.cpu_ms_per_sample,

@@ -84,8 +84,10 @@ def describe_order(
     """Measure which samples an order selects and how random it is; without ``order`` and ``config``
     a seeded shuffle.
 
-    ``fuelrail.bench.describe_order("DATASET", epoch=2)`` takes the fields of :class:`DescribeOptions` as
-    keywords. Raises ConfigError, DatasetErrors and OrderError.
+    ``fuelrail.bench.describe_order("DATASET", epoch=2)`` takes the fields of
+    :class:`DescribeOptions` as keywords.
+
+    Raises ConfigError, DatasetErrors and OrderError.
     """
     options = make_options(DescribeOptions, options, changes)
     if order is not None and options.config is not None:

@@ -25,7 +25,7 @@ from fuelrail.bench.planner.step_time import (
 from fuelrail.bench.report.files import load_report_of
 from fuelrail.bench.studies.loader import report as loader_report
 from fuelrail.bench.studies.loader.report import LoaderReport
-from fuelrail.bench.studies.train.report import Report, load_report
+from fuelrail.bench.studies.train.report import load_report
 from fuelrail.bench.trainer.models.settings import MODEL_IMAGE, MODELS
 from fuelrail.bench.trainer.strategies.settings import ParallelSettings
 from fuelrail.pipeline.cli import counted
@@ -95,27 +95,21 @@ def _run(path: Path, cluster: ClusterSettings) -> tuple[Scenario, ClusterSetting
     """Return what ran, where, and the seconds of its step: of a scenario or a report of
     training.
     """
-    if path.suffix not in (".yaml", ".yml"):
-        return _run_of(load_report(path), path, cluster)
-    run = load_yaml(path, Scenario)
-    where = load_cluster(run.cluster)
-    if run.measured_step_s is None or run.parallel == "auto":
-        raise ConfigError(
-            f"--measure '{path}' needs parallel, and measured_step_s: the seconds of a "
-            "step; add them"
-        )
-    if where.device.name != cluster.device.name:
-        raise ConfigError(
-            f"--measure '{path}' is of '{where.device.name}', and the plan of "
-            f"'{cluster.device.name}'; measure on that"
-        )
-    return run, where, run.measured_step_s
-
-
-def _run_of(
-    report: Report, path: Path, cluster: ClusterSettings
-) -> tuple[Scenario, ClusterSettings, float]:
-    """Return what ran, and how long its steps took without waiting for data."""
+    if path.suffix in (".yaml", ".yml"):
+        run = load_yaml(path, Scenario)
+        where = load_cluster(run.cluster)
+        if run.measured_step_s is None or run.parallel == "auto":
+            raise ConfigError(
+                f"--measure '{path}' needs parallel, and measured_step_s: the seconds of a "
+                "step; add them"
+            )
+        if where.device.name != cluster.device.name:
+            raise ConfigError(
+                f"--measure '{path}' is of '{where.device.name}', and the plan of "
+                f"'{cluster.device.name}'; measure on that"
+            )
+        return run, where, run.measured_step_s
+    report = load_report(path)
     name = str(report.model["name"])
     if report.accelerator["kind"] != "cuda":
         raise ConfigError(
@@ -152,6 +146,7 @@ def _run_of(
         nodes=math.ceil(report.num_ranks / cluster.devices_per_node),
         devices_per_node=min(report.num_ranks, cluster.devices_per_node),
     )
+    # The step without what it waited for data.
     waits = sum(phase.time.mean_ms for phase in report.figures.phases if phase.phase == "data_wait")
     return run, inside, (report.figures.step_time.mean_ms - waits) / 1e3
 

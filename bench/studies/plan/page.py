@@ -66,6 +66,13 @@ def figures(report: PlanReport) -> list[tuple[str, str]]:
         if report.checkpoint_interval_s is None
         else f", every {report.checkpoint_interval_s:,.0f} s"
     )
+    images = report.images_per_node_s
+    decoding = "none: a sample is tokens"
+    if images is not None:
+        most = cluster.images_per_node_s
+        decoding = f"{upper_prefix}{images:,.0f} of {most:,.0f} images/s on a node"
+    elif report.scenario.is_own:
+        decoding = "none: no images are known of a sample (--cameras, --height, --width)"
     epoch = "not known: the samples of an epoch are not given"
     if report.device_hours_per_epoch is not None:
         epoch = lower_prefix + _cost(report.device_hours_per_epoch, report.usd_per_epoch)
@@ -80,7 +87,7 @@ def figures(report: PlanReport) -> list[tuple[str, str]]:
             f"{upper_prefix}{report.mfu:.1%}, occupancy {lower_prefix}{report.occupancy:.1%}, "
             f"bubble {report.bubble:.1%}"
         ),
-        "decoding": _decoding(report, upper_prefix),
+        "decoding": decoding,
         "storage": "not known"
         if read is None
         else f"{upper_prefix}{_rounded(read, 2)} of {cluster.storage_gb_per_s.value:g} GB/s",
@@ -159,15 +166,6 @@ def parts_in_words(step: StepTime) -> str:
         total = duration(step.data_total)
         said.append(f"gradients and weights {exposed} exposed of {total}{hidden}")
     return ", ".join([*said, f"optimiser {duration(step.optimiser)}"])
-
-
-def _decoding(plan: PlanReport, prefix: str) -> str:
-    images = plan.images_per_node_s
-    if images is not None:
-        return f"{prefix}{images:,.0f} of {plan.cluster.images_per_node_s:,.0f} images/s on a node"
-    if plan.scenario.is_own:
-        return "none: no images are known of a sample (--cameras, --height, --width)"
-    return "none: a sample is tokens"
 
 
 def _cost(hours: float, usd: float | None = None) -> str:

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from fuelrail.bench.planner.hardware import GIB
 from fuelrail.bench.report.plots import (
-    efficiency_plot,
+    COLOURS,
+    PercentFormatter,
     legend_above,
     new_figure,
     style,
@@ -16,35 +17,16 @@ from fuelrail.bench.report.plots import (
 if TYPE_CHECKING:
     from fuelrail.bench.studies.plan.report import PlanReport
 
-_COLOURS = (
-    "#0072b2",
-    "#d55e00",
-    "#009e73",
-    "#cc79a7",
-    "#e69f00",
-    "#56b4e9",
-    "#f0e442",
-    "#999999",
-)
-
 
 def plots(report: PlanReport) -> dict[str, str]:
     """Return all plots that the plan has data for, each an ``<svg>`` element."""
-    drawn = {"memory": _memory(report)}
-    curves = {str(curve.scaling): curve.line for curve in report.scaling if curve.points}
-    if curves:
-        drawn["scaling"] = efficiency_plot(curves, "devices", "Scaling efficiency")
-    return drawn
-
-
-def _memory(report: PlanReport) -> str:
     kinds = list(
         dict.fromkeys(
             kind for shape in report.stages for kind, size in shape.memory.items() if size
         )
     )
     with style():
-        drawn, axes = new_figure(1.2 + 0.3 * len(report.stages))
+        figure, axes = new_figure(1.2 + 0.3 * len(report.stages))
         names = [f"stage {shape.stage}" for shape in report.stages]
         offsets = [0.0] * len(names)
         for number, kind in enumerate(kinds):
@@ -54,7 +36,7 @@ def _memory(report: PlanReport) -> str:
                 sizes,
                 0.66,
                 left=offsets,
-                color=_COLOURS[number % len(_COLOURS)],
+                color=COLOURS[number % len(COLOURS)],
                 label=kind,
             )
             offsets = [before + size for before, size in zip(offsets, sizes, strict=True)]
@@ -62,4 +44,28 @@ def _memory(report: PlanReport) -> str:
         axes.invert_yaxis()
         axes.set_xlabel("GiB; dashed: usable")
         legend_above(axes)
-        return to_svg(drawn, "Memory by stage and kind")
+        drawn = {"memory": to_svg(figure, "Memory by stage and kind")}
+        curves = [curve for curve in report.scaling if curve.points]
+        if not curves:
+            return drawn
+        figure, axes = new_figure(2.9)
+        for curve, colour in zip(curves, COLOURS, strict=False):
+            axes.plot(
+                [point.num_ranks for point in curve.points],
+                [point.efficiency for point in curve.points],
+                color=colour,
+                linewidth=1.6,
+                label=curve.scaling,
+            )
+        largest = max(point.num_ranks for curve in curves for point in curve.points)
+        ticks = [tick for tick in (4**power for power in range(7)) if tick <= largest]
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+        axes.minorticks_off()
+        axes.set_ylim(0, 1.05)
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+        axes.set_xlabel("devices")
+        axes.set_ylabel("efficiency")
+        legend_above(axes)
+        drawn["scaling"] = to_svg(figure, "Scaling efficiency")
+    return drawn

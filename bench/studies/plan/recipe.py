@@ -36,7 +36,7 @@ def recipe(
     interval_s: float | None,
 ) -> str:
     """Return the text of a launch file: the shipped recipe with the plan's nodes, devices, CPUs
-    and trainer.
+    and trainer; of Kubernetes the job of Kubeflow's Training Operator.
     """
     from fuelrail.bench.planner.choice import is_bound  # needs torch
 
@@ -52,7 +52,26 @@ def recipe(
         f"{cluster.num_devices} devices.\n"
     )
     if kind == "kubernetes":
-        return comment + _job(words, variables=variables, nodes=nodes, gpus=gpus, cpus=cpus)
+        job = yaml.safe_load((_RECIPES / "pytorchjob.yaml").read_text(encoding="utf-8"))
+        job["spec"]["nprocPerNode"] = str(gpus)
+        job["spec"]["elasticPolicy"] |= {"minReplicas": nodes, "maxReplicas": nodes}
+        worker = job["spec"]["pytorchReplicaSpecs"]["Worker"]
+        worker["replicas"] = nodes
+        (container,) = worker["template"]["spec"]["containers"]
+        environment = {name: f"REPLACE: {text}" for name, text in variables.items()} | {
+            "CHECKPOINTS": "/checkpoints"
+        }
+        container["env"] = [{"name": name, "value": value} for name, value in environment.items()]
+        container["command"] = [
+            "torchrun",
+            *(re.sub(r"\$(\w+)", r"$(\1)", word) for word in words),
+        ]
+        # Less what the node keeps for itself.
+        container["resources"] = {
+            "requests": {"cpu": str(max(1, cpus - 2))},
+            "limits": {"nvidia.com/gpu": str(gpus)},
+        }
+        return comment + str(yaml.safe_dump(job, sort_keys=False))
     launch = (_RECIPES / "torchrun.sh").read_text(encoding="utf-8")
     launch = launch[launch.index("exec torchrun") :]
     # Quoted, as a folder may have blanks; what is of the plan has none.
@@ -135,34 +154,3 @@ def _trainer(scenario: Scenario, fit: Fit, every: int) -> tuple[list[str], dict[
         )
         words.append("--transforms=$TRANSFORMS")
     return [*words, *saves, "--steps=$STEPS"], variables
-
-
-def _job(
-    words: list[str],
-    variables: dict[str, str],
-    nodes: int,
-    gpus: int,
-    cpus: int,
-) -> str:
-    """Return the job of Kubeflow's Training Operator."""
-    job = yaml.safe_load((_RECIPES / "pytorchjob.yaml").read_text(encoding="utf-8"))
-    job["spec"]["nprocPerNode"] = str(gpus)
-    job["spec"]["elasticPolicy"] |= {"minReplicas": nodes, "maxReplicas": nodes}
-    worker = job["spec"]["pytorchReplicaSpecs"]["Worker"]
-    worker["replicas"] = nodes
-    (container,) = worker["template"]["spec"]["containers"]
-    environment = {name: f"REPLACE: {text}" for name, text in variables.items()} | {
-        "CHECKPOINTS": "/checkpoints"
-    }
-    container["env"] = [{"name": name, "value": value} for name, value in environment.items()]
-    container["command"] = [
-        "torchrun",
-        *(re.sub(r"\$(\w+)", r"$(\1)", word) for word in words),
-    ]
-    # Less what the node keeps for itself.
-    container["resources"] = {
-        "requests": {"cpu": str(max(1, cpus - 2))},
-        "limits": {"nvidia.com/gpu": str(gpus)},
-    }
-    text: str = yaml.safe_dump(job, sort_keys=False)
-    return text

@@ -33,7 +33,7 @@ from fuelrail.bench.report.files import created_now
 from fuelrail.bench.studies.plan.variants import Planned
 
 SCHEMA = "fuelrail-plan"
-VERSION = 5
+VERSION = 6
 Basis = Literal["range", "bound", "profile"]
 
 

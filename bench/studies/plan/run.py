@@ -38,8 +38,10 @@ def plan(
     """Plan a scenario: a struct, the path of its YAML file, or None where the options say all of
     it.
 
-    ``fuelrail.bench.plan("SCENARIO.yaml", data="DATASET")`` takes the fields of :class:`PlanOptions` as
-    keywords. Raises ConfigError for what a scenario leaves out or what cannot be divided, and where
+    ``fuelrail.bench.plan("SCENARIO.yaml", data="DATASET")`` takes the fields of
+    :class:`PlanOptions` as keywords.
+
+    Raises ConfigError for what a scenario leaves out or what cannot be divided, and where
     nothing fits: with the reason for each strategy.
     """
     options = make_options(PlanOptions, options, changes)
@@ -75,9 +77,9 @@ def plan(
                 planned_scenario, efficiency=fitted.efficiency
             )
         assumed += texts
-    from fuelrail.bench.planner.scaling import (
-        scaling_curves,
-    )  # need torch, and the checks above do not
+    from fuelrail.bench.planner.scaling import scaling_curves
+
+    # These need torch, and the checks above do not.
     from fuelrail.bench.studies.plan.recipe import recipe
     from fuelrail.bench.studies.plan.report import build_report, explanations
     from fuelrail.bench.studies.plan.variants import choose, remedies, sweep

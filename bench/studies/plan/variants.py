@@ -276,7 +276,55 @@ def remedies(
     """
     if is_bound(scenario, cluster, chosen.settings):
         return {}  # the gain of one bound over another says nothing of the steps
-    rates = dict(_changed(scenario, cluster, chosen))
+    rates: dict[str, float] = {}
+    total = chosen.time.total
+    waits = data_seconds(scenario, cluster)
+    for part, wait in waits.items():
+        if wait > total:
+            rest = max(
+                total,
+                *(seconds for name, seconds in waits.items() if name != part),
+            )
+            way = "(a cache, smaller samples)"
+            if part == "decoding":
+                way = "(more CPUs a node, smaller stored images)"
+            rates[f"make {part} {wait / rest:.2g} times as fast {way}"] = (
+                scenario.global_batch / rest
+            )
+    how = msgspec.structs.replace(chosen.settings, micro_batches=None)
+    changes: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+        (f"micro_batch {size}", {"micro_batch": size}, {})
+        for size in (2 * scenario.micro_batch, 4 * scenario.micro_batch)
+    ]
+    faster_types = {
+        "fp32": ("tf32", "bf16"),
+        "tf32": ("bf16",),
+        "bf16": ("fp8",),
+        "fp16": ("fp8",),
+        "fp8": (),
+    }
+    changes += [
+        (f"precision {kind}, if it trains as well", {"precision": kind}, {})
+        for kind in faster_types[scenario.precision]
+        if kind in cluster.device.peak_tflops
+        and (kind != "fp8" or isinstance(scenario.settings, GptSettings))
+    ]
+    if chosen.degrees.pp > 1 and how.pipeline_schedule == "1F1B":
+        interleaved = "Interleaved1F1B"
+        changes.append(
+            (
+                f"pipeline_schedule {interleaved}",
+                {"virtual_stages": 2},
+                {"pipeline_schedule": interleaved},
+            )
+        )
+    for change, facts, settings in changes:  # they share the plan's runs on fake tensors
+        changed = msgspec.structs.replace(scenario, **facts)
+        try:
+            plan = fit(changed, cluster, msgspec.structs.replace(how, **settings))
+        except ConfigError:  # it does not fit, or does not divide the model or the batch
+            continue
+        rates[f"{change}, with {named(plan.settings)}"] = _rate(changed, cluster, plan)
     rates |= {
         f"use {entry.strategy}": entry.samples_per_s
         for entry in tried
@@ -289,66 +337,3 @@ def remedies(
 
 def _rate(scenario: Scenario, cluster: ClusterSettings, plan: Fit) -> float:
     return scenario.global_batch / max(plan.time.total, *data_seconds(scenario, cluster).values())
-
-
-def _changed(base: Scenario, cluster: ClusterSettings, chosen: Fit) -> Iterator[tuple[str, float]]:
-    """Yield changes that are possible and fit, with their rates.
-
-    They share the plan's runs on fake tensors.
-    """
-    total = chosen.time.total
-    waits = data_seconds(base, cluster)
-    for part, wait in waits.items():
-        if wait > total:
-            rest = max(
-                total,
-                *(seconds for name, seconds in waits.items() if name != part),
-            )
-            yield (
-                f"make {part} {wait / rest:.2g} times as fast "
-                + (
-                    "(more CPUs a node, smaller stored images)"
-                    if part == "decoding"
-                    else "(a cache, smaller samples)"
-                ),
-                base.global_batch / rest,
-            )
-    how = msgspec.structs.replace(chosen.settings, micro_batches=None)
-    changes: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-        (f"micro_batch {size}", {"micro_batch": size}, {})
-        for size in (2 * base.micro_batch, 4 * base.micro_batch)
-    ]
-    faster = {
-        "fp32": ("tf32", "bf16"),
-        "tf32": ("bf16",),
-        "bf16": ("fp8",),
-        "fp16": ("fp8",),
-        "fp8": (),
-    }
-    changes += [
-        (f"precision {kind}, if it trains as well", {"precision": kind}, {})
-        for kind in faster[base.precision]
-        if kind in cluster.device.peak_tflops
-        and (kind != "fp8" or isinstance(base.settings, GptSettings))
-    ]
-    if chosen.degrees.pp > 1 and how.pipeline_schedule == "1F1B":
-        interleaved = "Interleaved1F1B"
-        changes.append(
-            (
-                f"pipeline_schedule {interleaved}",
-                {"virtual_stages": 2},
-                {"pipeline_schedule": interleaved},
-            )
-        )
-    for change, facts, settings in changes:
-        scenario = msgspec.structs.replace(base, **facts)
-        try:
-            plan = fit(scenario, cluster, msgspec.structs.replace(how, **settings))
-        except (
-            ConfigError
-        ):  # it does not fit into memory, or does not divide the model or the batch
-            continue
-        yield (
-            f"{change}, with {named(plan.settings)}",
-            _rate(scenario, cluster, plan),
-        )

@@ -46,8 +46,26 @@ def attest(
     parts[-1] = msgspec.structs.replace(parts[-1], end=min(parts[-1].end, place), steps_again=0)
     try:
         root = Path(checkpoint)
+        files = [] if root.is_dir() else [root]
+        for path in sorted(root.rglob("*")) if root.is_dir() else ():
+            # A link is another name of what it leads to, in the checkpoint's folder; elsewhere it
+            # may change behind the statement.
+            if path.is_symlink() and not (
+                path.exists() and path.resolve().is_relative_to(root.resolve())
+            ):
+                raise ConfigError(
+                    f"'{path}' is a link that leads out of the checkpoint's folder, or nowhere; "
+                    "put the file itself there"
+                )
+            if path.is_dir():
+                continue
+            if not path.is_file():
+                raise ConfigError(
+                    f"'{path}' is not a regular file; a checkpoint has files and folders"
+                )
+            files.append(path)
         subjects = []
-        for file in _checkpoint_files(root):
+        for file in files:
             with open_regular(file) as stream:
                 digest = hashlib.file_digest(stream, "sha256").hexdigest()
             subjects.append(
@@ -71,28 +89,3 @@ def attest(
     }
     plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(statement))
     return plain
-
-
-def _checkpoint_files(root: Path) -> list[Path]:
-    """Return the files of a checkpoint, in order.
-
-    A link is another name of what it leads to, in the checkpoint's folder; elsewhere it may change
-    behind the statement. Raises ConfigError for such links, and for what is no regular file.
-    """
-    if not root.is_dir():
-        return [root]
-    files = []
-    for path in sorted(root.rglob("*")):
-        if path.is_symlink() and not (
-            path.exists() and path.resolve().is_relative_to(root.resolve())
-        ):
-            raise ConfigError(
-                f"'{path}' is a link that leads out of the checkpoint's folder, or nowhere; "
-                "put the file itself there"
-            )
-        if path.is_dir():
-            continue
-        if not path.is_file():
-            raise ConfigError(f"'{path}' is not a regular file; a checkpoint has files and folders")
-        files.append(path)
-    return files

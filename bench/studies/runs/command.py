@@ -115,9 +115,9 @@ def print_history(ledger: str, printing: PrintOptions) -> int:
     return 0
 
 
-def print_diff(ledger: str, other: str, printing: PrintOptions) -> int:
+def print_diff(ledger: str, second: str, printing: PrintOptions) -> int:
     """Print where two runs differ; return 1 where they do."""
-    report = run_diff(ledger, other)
+    report = run_diff(ledger, second)
     print_text(report, printing)
     return int(report != type(report)(None, None, report.compared_digests, []))
 
@@ -207,7 +207,7 @@ _WORDS = {
     "diff": command(
         "print the first step and the settings in which two runs differ",
         print_diff,
-        arguments={"ledger": _LEDGER, "other": _LEDGER},
+        arguments={"ledger": _LEDGER, "second": _LEDGER},
         options=(PrintOptions,),
     ),
     "attest": command(

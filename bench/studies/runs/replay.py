@@ -132,7 +132,22 @@ def replay(
         ) as loader:
             state = state_at(part.identity, place, start.global_batch)
             if without is not None:
-                place = _place_without(history, step, loader)
+                # The place before the step in a run with the loader's order, whose segments have
+                # as many steps as before.
+                cursor = history.parts[0].walk.start
+                for segment in history.parts:
+                    batching = order_batching(
+                        loader.where.order,
+                        segment.stretch.start.global_batch,
+                        World(),
+                        drop_last=segment.identity.drop_last,
+                    )
+                    first = segment.walk.start if segment.stretch.skipped else cursor
+                    walk = Walk(first, batching)
+                    if step < segment.first + segment.length:
+                        break
+                    cursor = walk.cursor(segment.length)
+                place = walk.cursor(step - segment.first)
                 state = {
                     **loader.state_dict(),
                     "epoch": place.epoch,
@@ -204,21 +219,6 @@ def _deleted_in_step(loader: DataLoader, place: Cursor, global_batch: int) -> li
             )
             keys |= dict.fromkeys(key for key in of_rows if key in dataset.deleted)
     return sorted(keys)
-
-
-def _place_without(history: RunHistory, step: int, loader: DataLoader) -> Cursor:
-    """Return the place before a step of a run with the loader's order: its segments have as many
-    steps as before.
-    """
-    cursor = history.parts[0].walk.start
-    for part in history.parts:
-        setup = part.stretch.start.global_batch, World()
-        batching = order_batching(loader.where.order, *setup, drop_last=part.identity.drop_last)
-        walk = Walk(part.walk.start if part.stretch.skipped else cursor, batching)
-        if step < part.first + part.length:
-            break
-        cursor = walk.cursor(part.length)
-    return walk.cursor(step - part.first)
 
 
 def make_loader(
@@ -500,7 +500,30 @@ def seen(
                             replaced=replaced,
                         )
     showings.sort(key=lambda showing: (showing.step, showing.position))
-    return SeenReport(showings, num, *_newest_clean(history, showings, checkpoints))
+    # The newest saved state that none of the showings is before.
+    places = [
+        item.place
+        for item in history.ledger.records
+        if isinstance(item, PlaceReached) and item.why == "state"
+    ]
+    places += [
+        part.stretch.start.restored
+        for part in history.parts
+        if part.stretch.start.restored is not None
+    ]
+    names_of_states: dict[tuple[int, int], str] = {}
+    if checkpoints is not None:
+        for name, saved in saved_states(checkpoints).items():
+            decoded = decode_state(saved, history.parts[-1].identity, strict=False)
+            names_of_states[decoded.epoch, decoded.samples_consumed] = name
+        places = list(names_of_states)
+    if showings:
+        _, shown_first = history.step(showings[0].step)
+        limit = shown_first.epoch, shown_first.samples_consumed
+        places = [place for place in places if place <= limit]
+    newest = max(places, default=None)
+    checkpoint = None if newest is None else names_of_states.get(newest)
+    return SeenReport(showings, num, newest, checkpoint)
 
 
 def _samples(loader: DataLoader, split: str, names: Sequence[str]) -> list[NDArray[np.int64]]:
@@ -603,37 +626,6 @@ def _in_epoch(
                 )
         draws[key] += is_own_sample
     return showings
-
-
-def _newest_clean(
-    history: RunHistory,
-    showings: Sequence[Showing],
-    checkpoints: str | os.PathLike[str] | None,
-) -> tuple[tuple[int, int] | None, str | None]:
-    """Return the newest saved state of the run that none of the showings is before, and its
-    checkpoint's name.
-    """
-    places = [
-        item.place
-        for item in history.ledger.records
-        if isinstance(item, PlaceReached) and item.why == "state"
-    ]
-    places += [
-        part.stretch.start.restored
-        for part in history.parts
-        if part.stretch.start.restored is not None
-    ]
-    names: dict[tuple[int, int], str] = {}
-    if checkpoints is not None:
-        for name, state in saved_states(checkpoints).items():
-            decoded = decode_state(state, history.parts[-1].identity, strict=False)
-            names[decoded.epoch, decoded.samples_consumed] = name
-        places = list(names)
-    if showings:
-        _, place = history.step(showings[0].step)
-        places = [item for item in places if item <= (place.epoch, place.samples_consumed)]
-    newest = max(places, default=None)
-    return newest, None if newest is None else names.get(newest)
 
 
 def saved_states(checkpoints: str | os.PathLike[str]) -> dict[str, Any]:

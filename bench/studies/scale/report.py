@@ -1,6 +1,4 @@
-"""Options and report of ``fuelrail bench scale``: what was measured, the model and its error,
-and what it predicts.
-"""
+"""Options and report of ``fuelrail bench scale``: the runs that were measured."""
 
 from __future__ import annotations
 
@@ -8,34 +6,13 @@ from typing import Annotated, Any
 
 import msgspec
 
+from fuelrail.bench.measure.display import display
 from fuelrail.bench.measure.rates import Interval
-from fuelrail.bench.planner.scaling import (
-    Cluster,
-    Curve,
-    HostFit,
-    Scaling,
-    draw_curves,
-    simulate,
-)
 from fuelrail.bench.report.files import ReportHeader
-from fuelrail.pipeline.cli import counted
-from fuelrail.pipeline.settings import (
-    AtLeast0,
-    CheckedSettings,
-    NotNegative,
-    Positive,
-    flag,
-)
+from fuelrail.pipeline.settings import CheckedSettings, NotNegative, Positive, flag
 
 SCHEMA = "fuelrail-bench-scale"
-VERSION = 3
-FITTED_RANKS = 2
-"""Runs with up to this number of ranks feed the model; those with more are compared with it."""
-
-_MAX_ERROR = 0.1
-"""The largest error of the simulated step time of a measured run; beyond it nothing is
-simulated.
-"""
+VERSION = 4
 
 
 class ScaleOptions(CheckedSettings, frozen=True, kw_only=True):
@@ -58,116 +35,50 @@ class ScaleOptions(CheckedSettings, frozen=True, kw_only=True):
         Positive | None,
         flag("decoding threads per rank (default: the rank's share of the CPUs)"),
     ] = None
-    max_ranks: Annotated[
-        Positive,
-        flag("largest number of ranks to simulate, each on a host like this one"),
-    ] = 4096
-    straggler_share: Annotated[
-        float, msgspec.Meta(ge=0, le=1), flag("share of ranks that are slow")
-    ] = 0.01
-    straggler_slowdown: Annotated[
-        AtLeast0, flag("extra compute time of slow ranks (0.2 = 20 %)")
-    ] = 0.2
-    storage_gb_per_s: Annotated[AtLeast0, flag("total storage bandwidth in GB/s")] = 10.0
 
 
 class MeasuredRun(msgspec.Struct, frozen=True, kw_only=True):
-    """One measured run: ``batch_size`` samples a rank; and what the model says of it, if it was
-    fitted.
+    """One measured run: ``batch_size`` samples a rank.
 
-    ``step_ms`` is the mean step with a 95 % interval. ``efficiency``: samples/s over those of one
-    rank times the ranks, in each scaling that the run is a point of: ``weak`` (each rank's batch
-    stays the same) or ``strong`` (all ranks' batches together do). ``error`` is simulated over
-    measured step time, less 1.
+    ``step_ms`` is the mean step with a 95 % interval. ``weak`` and ``strong`` are efficiencies:
+    samples/s over those of one rank times the ranks, where each rank's batch stays the same, and
+    where that of all ranks together does. None: the run is no point of that scaling.
     """
 
-    num_ranks: int
-    batch_size: int
-    step_ms: Interval
-    step_p99_ms: float
-    samples_per_s: float
-    occupancy: float
-    efficiency: dict[Scaling, float] = {}
-    simulated_ms: float | None = None
-    error: float | None = None
+    num_ranks: Annotated[int, display("ranks")]
+    batch_size: Annotated[int, display("batch a rank")]
+    step_ms: Annotated[Interval, display("step", unit="ms", digits=".1f")]
+    step_p99_ms: Annotated[float, display("p99", unit="ms", digits=".1f")]
+    samples_per_s: Annotated[float, display("samples/s", digits=".1f")]
+    weak: Annotated[float | None, display("weak", digits=".1%")] = None
+    strong: Annotated[float | None, display("strong", digits=".1%")] = None
+    occupancy: Annotated[float, display("occupancy", digits=".1%")]
 
 
 class ScaleReport(ReportHeader, frozen=True, kw_only=True):
-    """A whole report. ``cut_off`` says why it is partial: which runs are missing; then there may
-    be no curves.
-    """
+    """A whole report. ``cut_off`` says why it is partial: which runs are missing."""
 
     accelerator: dict[str, Any]
     measured: list[MeasuredRun]
-    fit: HostFit | None
-    curves: list[Curve]
 
 
-def make_curves(fit: HostFit, options: ScaleOptions) -> list[Curve]:
-    """Return weak scaling to ``max_ranks``: as measured, with stragglers, with limited storage."""
-    cases: dict[str, dict[str, float]] = {"as measured": {}}
-    share = options.straggler_share
-    by = options.straggler_slowdown
-    storage = options.storage_gb_per_s
-    if share > 0 and by > 0:
-        cases[f"{share:.1%} of the ranks {by:.0%} slower"] = {
-            "slow_share": share,
-            "slow_by": by,
-        }
-    if storage > 0:
-        cases[f"storage gives {storage:g} GB/s"] = {"storage_bytes_per_s": storage * 1e9}
-    counts = [2**power for power in range(options.max_ranks.bit_length())]
-    return draw_curves(
-        "weak",
-        cases,
-        counts,
-        lambda case, ranks: simulate(fit, Cluster(ranks, options.batch_size, 1, **case)),
-    )
+def with_efficiencies(
+    runs: list[MeasuredRun], batch_size: int, global_batch: int
+) -> list[MeasuredRun]:
+    """Return runs with their efficiencies, against the first run of each scaling.
 
-
-def judged(report: ScaleReport) -> ScaleReport:
-    """Return the report with the runs' efficiencies, and the model tried on them: all ranks on one
-    host, as they were.
-
-    It has no curves where the model is off by too much.
+    Weak scaling has ``batch_size`` samples a rank, strong scaling ``global_batch`` of all ranks.
     """
-    size = report.options["batch_size"]
-    global_batch = report.options["global_batch"]
-    points: dict[Scaling, list[MeasuredRun]] = {
-        "weak": [run for run in report.measured if run.batch_size == size],
-        "strong": [
-            run for run in report.measured if run.batch_size * run.num_ranks == global_batch
-        ],
-    }
-    runs = []
-    for run in report.measured:
-        efficiency = {
-            scaling: run.samples_per_s / run.num_ranks * alike[0].num_ranks / alike[0].samples_per_s
-            for scaling, alike in points.items()
-            if run in alike
-        }
-        run = msgspec.structs.replace(run, efficiency=efficiency)
-        if report.fit is not None:
-            simulated_ms = simulate(
-                report.fit,
-                Cluster(run.num_ranks, run.batch_size, run.num_ranks),
-            ).step_ms
-            run = msgspec.structs.replace(
-                run,
-                simulated_ms=simulated_ms,
-                error=simulated_ms / run.step_ms.median - 1,
-            )
-        runs.append(run)
-    curves = report.curves
-    warnings = report.warnings
-    worst = max(runs, key=lambda run: abs(run.error or 0.0), default=None)
-    if worst is not None and worst.error is not None and abs(worst.error) > _MAX_ERROR:
-        ranks = counted(worst.num_ranks, "rank")
-        off = (
-            f"No simulation: it is off by {worst.error:+.0%} for {ranks} of {worst.batch_size}, "
-            f"and at most {_MAX_ERROR:.0%} is allowed. Repeat the measurement on an idle machine, "
-            "or with more --steps."
-        )
-        curves = []
-        warnings = [*warnings, off]
-    return msgspec.structs.replace(report, measured=runs, curves=curves, warnings=warnings)
+    weak = [run for run in runs if run.batch_size == batch_size]
+    strong = [run for run in runs if run.batch_size * run.num_ranks == global_batch]
+
+    def efficiency(run: MeasuredRun, alike: list[MeasuredRun]) -> float | None:
+        if run not in alike:
+            return None
+        first = alike[0]
+        return run.samples_per_s / run.num_ranks * first.num_ranks / first.samples_per_s
+
+    return [
+        msgspec.structs.replace(run, weak=efficiency(run, weak), strong=efficiency(run, strong))
+        for run in runs
+    ]

@@ -14,6 +14,7 @@ from fuelrail.bench.measure.clock import (
     Summary,
     summarise_ns,
 )
+from fuelrail.bench.measure.display import display
 from fuelrail.bench.measure.occupancy import (
     Occupancy,
     Window,
@@ -26,7 +27,6 @@ from fuelrail.bench.measure.records import (
     StageSnapshot,
     StepRecord,
 )
-from fuelrail.bench.measure.shown import shown
 from fuelrail.bench.studies.train.costs import (
     CostFit,
     Loss,
@@ -61,25 +61,25 @@ class Throughput(msgspec.Struct, frozen=True, kw_only=True):
     over ranks; 0 where none computed.
     """
 
-    samples_per_s: Annotated[float, shown("samples/s")]
-    images_per_s: Annotated[float, shown("images/s")]
+    samples_per_s: Annotated[float, display("samples/s")]
+    images_per_s: Annotated[float, display("images/s")]
     demand_samples_per_s: float
-    gpu_hours_per_million_samples: Annotated[float, shown("GPU-hours per million samples")]
+    gpu_hours_per_million_samples: Annotated[float, display("GPU-hours per million samples")]
     cost_per_million_samples: Annotated[
         float | None,
-        shown("cost per million samples, in the price’s currency", digits=",.2f"),
+        display("cost per million samples, in the price’s currency", digits=",.2f"),
     ]
 
 
 class StageFigures(msgspec.Struct, frozen=True, kw_only=True):
     """One loader stage in the measured window, summed over ranks: shares of its threads' time."""
 
-    name: Annotated[str, shown("stage")]
-    num_threads: Annotated[int, shown("threads, all ranks")]
-    items_per_s: Annotated[float, shown("items/s")]
-    busy: Annotated[float, shown("busy", digits=".1%")]
-    starved: Annotated[float, shown("starved", digits=".1%")]
-    blocked: Annotated[float, shown("blocked", digits=".1%")]
+    name: Annotated[str, display("stage")]
+    num_threads: Annotated[int, display("threads, all ranks")]
+    items_per_s: Annotated[float, display("items/s")]
+    busy: Annotated[float, display("busy", digits=".1%")]
+    starved: Annotated[float, display("starved", digits=".1%")]
+    blocked: Annotated[float, display("blocked", digits=".1%")]
 
 
 class TransformFigures(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,7 +116,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
     occupancy: Occupancy
     throughput: Throughput
-    step_time: Annotated[Summary, shown("step time", unit="ms")]
+    step_time: Annotated[Summary, display("step time", unit="ms")]
     phases: list[Phase]
     all_reduce_total: Summary
     stages: list[StageFigures]
@@ -126,7 +126,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     launch_share: float = 0.0
     waiting_share: float = 0.0
     queued_share: float = 0.0
-    mfu: Annotated[float | None, shown("model FLOP utilisation", digits=".1%")] = None
+    mfu: Annotated[float | None, display("model FLOP utilisation", digits=".1%")] = None
     losses: dict[str, Loss] = {}
     cost_fit: CostFit | None = None
     transform: TransformFigures | None = None
@@ -157,6 +157,19 @@ def figures_of(settings: TrainSettings, logs: Sequence[RankLog], window: Window)
         images_per_s += sum(step.num_images for step in steps) / wall_s
         busy_ns = sum(step.device_busy_ns for step in steps)
         demand += samples / (busy_ns / NS_PER_S) if busy_ns else 0.0
+    transform = None
+    uses = [
+        log.end.transform for log in logs if log.end is not None and log.end.transform is not None
+    ]
+    if uses:
+        num_calls = sum(use.num_calls for use in uses)
+        cpu_ns = sum(use.cpu_ns for use in uses)
+        transform = TransformFigures(
+            wall_ms=sum(use.wall_ns for use in uses) / num_calls / NS_PER_MS,
+            cpu_ms=cpu_ns / num_calls / NS_PER_MS,
+            queued_ms=sum(use.queued_ns for use in uses) / num_calls / NS_PER_MS,
+            cpus=cpu_ns / max(1, sum(use.span_ns for use in uses)),
+        )
     gpu_hours = len(ranks) / samples_per_s / _S_PER_HOUR * 1e6
     return Figures(
         occupancy=occupancy,
@@ -195,22 +208,7 @@ def figures_of(settings: TrainSettings, logs: Sequence[RankLog], window: Window)
             cost_model(settings.order) or (None if fit is None else fit.cost),
         ),
         cost_fit=fit,
-        transform=_transform_figures(logs),
-    )
-
-
-def _transform_figures(logs: Sequence[RankLog]) -> TransformFigures | None:
-    uses = [log.end.transform for log in logs if log.end is not None]
-    finished_uses = [use for use in uses if use is not None]
-    if not finished_uses:
-        return None
-    num_calls = sum(use.num_calls for use in finished_uses)
-    cpu_ns = sum(use.cpu_ns for use in finished_uses)
-    return TransformFigures(
-        wall_ms=sum(use.wall_ns for use in finished_uses) / num_calls / NS_PER_MS,
-        cpu_ms=cpu_ns / num_calls / NS_PER_MS,
-        queued_ms=sum(use.queued_ns for use in finished_uses) / num_calls / NS_PER_MS,
-        cpus=cpu_ns / max(1, sum(use.span_ns for use in finished_uses)),
+        transform=transform,
     )
 
 

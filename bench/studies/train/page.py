@@ -131,7 +131,6 @@ def describe(report: Report, plots: Mapping[str, str]) -> Document:
         *_checkpoints(report),
         *([Section("Loader stages", [figure, table_of(stages)])] if stages else []),
         *_ranks(report),
-        *_memory(report),
         *([Section("GPUs, by NVML, from start to end", [table_of(gpus)])] if gpus else []),
         _definitions(report),
     ]
@@ -307,6 +306,7 @@ def _checkpoints(report: Report) -> list[Section]:
 
 
 def _ranks(report: Report) -> list[Section]:
+    """Return the figures of each rank, and of GPUs the bytes of its state and what else it held."""
     measured = {row.rank: row for row in report.figures.occupancy.ranks} if report.figures else {}
     emulated = "emulated " if _emulated(report) else ""
     rows = []
@@ -355,13 +355,9 @@ def _ranks(report: Report) -> list[Section]:
         "the other ranks’. **Slowest**: share of steps in which the other ranks waited for "
         "this one."
     )
-    return [Section("Ranks", [Table(header, rows), Text(legend, small=True)])]
-
-
-def _memory(report: Report) -> list[Section]:
-    """Return the bytes of each rank's state, and what else its GPU held at the peak."""
+    sections = [Section("Ranks", [Table(header, rows), Text(legend, small=True)])]
     kinds = ("model", "gradients", "optimiser")
-    rows = [
+    state_rows = [
         [
             f"{rank.rank}",
             *(f"{rank.state_bytes[kind] / MIB:,.1f}" for kind in kinds),
@@ -370,12 +366,14 @@ def _memory(report: Report) -> list[Section]:
         for rank in report.ranks
         if rank.peak_device_bytes and rank.state_bytes
     ]
-    header = (
+    state_header = (
         "rank",
         *(f"{kind} [MiB]" for kind in kinds),
         "activations and others, at the peak [MiB]",
     )
-    return [Section("Memory of the GPUs", [Table(header, rows)])] if rows else []
+    if state_rows:
+        sections.append(Section("Memory of the GPUs", [Table(state_header, state_rows)]))
+    return sections
 
 
 def _definitions(report: Report) -> Section:

@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 
 from fuelrail.bench.report.plots import (
+    COLOURS,
     MaxNLocator,
     PercentFormatter,
     legend_above,
@@ -23,14 +24,6 @@ if TYPE_CHECKING:
 
     from fuelrail.bench.studies.train.report import Report
 
-_RANK_COLOURS = (
-    "#0072b2",
-    "#d55e00",
-    "#009e73",
-    "#cc79a7",
-    "#e69f00",
-    "#56b4e9",
-)
 _MAX_BARS = 120
 _MAX_RANK_LINES = 8
 
@@ -47,7 +40,7 @@ def plots(report: Report) -> dict[str, str]:
     with style():
         figure, axes = new_figure(2.7)
         for number, series in enumerate(report.series[:_MAX_RANK_LINES]):
-            colour = _RANK_COLOURS[number % len(_RANK_COLOURS)]
+            colour = COLOURS[number % len(COLOURS)]
             axes.plot(
                 series.end_s,
                 series.occupancy,

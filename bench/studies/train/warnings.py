@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from fuelrail.bench.studies.train.settings import is_own
@@ -69,10 +69,49 @@ def find_warnings(
             )
     if figures is None:
         return warnings
-    warnings += [
-        *_source_warnings(settings, logs, dataset),
-        *_emulation_warnings(settings, figures, cpu),
-    ]
+    count = sum(step.num_samples for log in logs for step in log.steps)
+    reads_storage = {"loading", "storage"}.isdisjoint(settings.leave_out)
+    if reads_storage and count and dataset.mean_sample_bytes:
+        passes = count / dataset.num_samples
+        read = [log.end.read_bytes if log.end else None for log in logs]
+        share = sum(filter(None, read)) / (count * dataset.mean_sample_bytes)
+        samples_text = f"{count:,} samples, {passes:.1f} times through the split"
+        # Unknown are a network's bytes, those of a rank that was cut off, and all where the kernel
+        # does not count.
+        is_unknown = "://" in settings.dataset or None in read
+        if is_unknown and passes >= 2:
+            warnings.append(
+                f"The run took {samples_text}: later epochs may have been read from a cache."
+            )
+        elif not is_unknown and share < _FROM_CACHE:
+            warnings.append(
+                f"Storage read {share:.0%} of the bytes of {samples_text}; the page cache had "
+                "the rest. A dataset larger than memory is read from storage in every epoch: "
+                "measure with one to learn about storage."
+            )
+    if settings.profile is not None and is_own(settings.model):
+        warnings.append(
+            f"Forward and backward last as those of {settings.profile.network} on one "
+            f"{settings.profile.device}, not as those of model '{settings.model}': --accelerator "
+            "cpu measures it here, --accelerator cuda on a GPU."
+        )
+    is_late = max(figures.overrun_share, figures.overshoot_share) > _NOISE
+    if settings.profile is not None and is_late:
+        overrun = (
+            "the real model took longer than the emulated GPU would: "
+            f"{figures.overrun_share:.1%} of the time went into that, and "
+            f"{figures.overshoot_share:.1%} into phases that ended late. This time counts as "
+            "“other”, so occupancy is a lower bound."
+        )
+        if cpu is None or cpu.own + (cpu.others or 0.0) >= USED_UP * cpu.usable:
+            warnings.append(
+                f"The CPUs are overloaded: {overrun} Use a slower profile, or more cores a rank."
+            )
+        else:
+            warnings.append(
+                f"The ranks used only {cpu.own:.1f} of {cpu.usable:g} CPUs, but {overrun} The "
+                "model's thread waits, or is too slow: use a slower profile, or --accelerator cpu."
+            )
     if figures.queued_share > WAITING:
         warnings.append(
             f"In {figures.queued_share:.0%} of the wall time the thread that trains stood in the "
@@ -107,60 +146,3 @@ def find_warnings(
 def ranks_disagree(logs: Sequence[RankLog]) -> bool:
     """Return whether ranks that completed have different weights."""
     return len({log.end.parameters_xxh3 for log in logs if log.end}) > 1
-
-
-def _source_warnings(
-    settings: TrainSettings, logs: Sequence[RankLog], dataset: DatasetFacts
-) -> Iterator[str]:
-    """Yield why a run says little about a large dataset; nothing for a run that loads nothing."""
-    count = sum(step.num_samples for log in logs for step in log.steps)
-    if (
-        not {"loading", "storage"}.isdisjoint(settings.leave_out)
-        or not count
-        or not dataset.mean_sample_bytes
-    ):
-        return
-    passes = count / dataset.num_samples
-    read = [log.end.read_bytes if log.end else None for log in logs]
-    samples_text = f"{count:,} samples, {passes:.1f} times through the split"
-    # Unknown are a network's bytes, those of a rank that was cut off, and all where the kernel does
-    # not count.
-    if "://" in settings.dataset or None in read:
-        if passes >= 2:
-            yield f"The run took {samples_text}: later epochs may have been read from a cache."
-        return
-    share = sum(filter(None, read)) / (count * dataset.mean_sample_bytes)
-    if share < _FROM_CACHE:
-        yield (
-            f"Storage read {share:.0%} of the bytes of {samples_text}; the page cache had "
-            "the rest. A dataset larger than memory is read from storage in every epoch: "
-            "measure with one to learn about storage."
-        )
-
-
-def _emulation_warnings(
-    settings: TrainSettings, figures: Figures, cpu: CpuUse | None
-) -> Iterator[str]:
-    if settings.profile is None:
-        return
-    if is_own(settings.model):
-        yield (
-            f"Forward and backward last as those of {settings.profile.network} on one "
-            f"{settings.profile.device}, not as those of model '{settings.model}': --accelerator "
-            "cpu measures it here, --accelerator cuda on a GPU."
-        )
-    if max(figures.overrun_share, figures.overshoot_share) <= _NOISE:
-        return
-    overrun = (
-        "the real model took longer than the emulated GPU would: "
-        f"{figures.overrun_share:.1%} of the time went into that, and "
-        f"{figures.overshoot_share:.1%} into phases that ended late. This time counts as "
-        "“other”, so occupancy is a lower bound."
-    )
-    if cpu is None or cpu.own + (cpu.others or 0.0) >= USED_UP * cpu.usable:
-        yield f"The CPUs are overloaded: {overrun} Use a slower profile, or more cores a rank."
-    else:
-        yield (
-            f"The ranks used only {cpu.own:.1f} of {cpu.usable:g} CPUs, but {overrun} The model's "
-            "thread waits, or is too slow: use a slower profile, or --accelerator cpu."
-        )

@@ -230,10 +230,19 @@ class Checkpoints:
                 if isinstance(error, CheckpointException)
                 else error
             )
+            advice = ""
+            if isinstance(reason, OSError) and reason.errno in DISK_FULL:
+                advice = "; make room there"
+            # Torch has no class for it.
+            elif isinstance(reason, RuntimeError) and "timed out" in str(reason).lower():
+                advice = (
+                    f"; a rank did not answer for {self._timeout_s:g} s (timeout_s): it is dead, "
+                    "or its storage slow"
+                )
             raise FuelrailError(
                 f"the checkpoint of step {manifest.step} could not be written to "
                 f"'{self._store.shown}': {reason}; checkpoints of earlier steps are "
-                f"whole{self._advice(reason)}"
+                f"whole{advice}"
             ) from error
         size = sum(size for size, _ in files.values())
         total_ns = time.monotonic_ns() - start_ns
@@ -243,18 +252,6 @@ class Checkpoints:
             total_ns=total_ns,
             num_bytes=size,
         )
-
-    def _advice(self, reason: BaseException) -> str:
-        if isinstance(reason, OSError) and reason.errno in DISK_FULL:
-            return "; make room there"
-        if (
-            isinstance(reason, RuntimeError) and "timed out" in str(reason).lower()
-        ):  # torch has no class for it
-            return (
-                f"; a rank did not answer for {self._timeout_s:g} s (timeout_s): it is dead, or "
-                "its storage slow"
-            )
-        return ""
 
     def _on_all(self, function: Callable[[], Any]) -> list[Any]:
         """Call a function on all ranks; return all results, or raise the first error, on all."""

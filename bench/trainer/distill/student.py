@@ -82,15 +82,15 @@ class Distilled(StagedModel):
         if "features" in weights:
             width = feature_width(self.settings)
             self.head.register_module("projection", nn.Conv2d(width, source.width, 1, bias=False))
-            self.head.register_forward_hook(self._with_features)
 
-    def _with_features(
-        self, head: nn.Module, arguments: tuple[Tensor, ...], logits: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        features = self.student.feature_map(*arguments)
-        return logits, head.get_submodule("projection")(features.flatten(0, 1)).unflatten(
-            0, features.shape[:2]
-        )
+            def with_features(
+                head: nn.Module, arguments: tuple[Tensor, ...], logits: Tensor
+            ) -> tuple[Tensor, Tensor]:
+                features = self.student.feature_map(*arguments)
+                projected = head.get_submodule("projection")(features.flatten(0, 1))
+                return logits, projected.unflatten(0, features.shape[:2])
+
+            self.head.register_forward_hook(with_features)
 
     def inputs(self, batch: Mapping[str, Any]) -> tuple[Tensor, ...]:
         """Return the student's inputs, and of a layer the teacher's tensors."""
@@ -193,7 +193,7 @@ def divergence(
 
 
 def _sparse_divergence(student: Tensor, teacher: Logits) -> Tensor:
-    """Return what :func:`divergence` says of stored logits; ``own`` [..., T, V] are logits of
+    """Return what :func:`divergence` says of stored logits; ``student`` [..., T, V] are logits of
     the student.
     """
     indices = teacher.indices.long()

@@ -11,7 +11,7 @@ teacher's tensors are then the parts of `Logits`, named ``logits.{part}``.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -158,10 +158,19 @@ def make_layer_teacher(
         if shape_rule:
             names_of_sides = ("any" if side is None else str(side) for side in shape_rule)
             sides = f"[{', '.join(names_of_sides)}]"
-        has_shape = () if channel is None else _shape(channel)
-        if channel is None or not (
-            _fits(shape_rule, has_shape) if shape_rule else channel.law.name == law
-        ):
+        has_shape: tuple[int | None, ...] = ()
+        if channel is not None:
+            has_shape = channel.shape
+            # Of stored logits, the shape of those that they stand for.
+            if channel.kind in (TOPK, SAMPLED) and channel.vocabulary is not None:
+                has_shape = channel.shape[0], channel.vocabulary.size
+        if shape_rule:
+            fits = len(shape_rule) == len(has_shape) and all(
+                side in (None, size) for side, size in zip(shape_rule, has_shape, strict=True)
+            )
+        else:
+            fits = channel is not None and channel.law.name == law
+        if channel is None or not fits:
             names = ", ".join(sorted(table))
             has = (
                 f"it has {list(has_shape) or channel.kind}"
@@ -202,9 +211,12 @@ def make_layer_teacher(
                 "known",
                 *(("tail",) if logits.kind == TOPK else ()),
             )
-            makers = {
-                f"logits.{part}": partial(_part, name=logits.name, part=part) for part in parts
-            }
+
+            def read_part(batch: Mapping[str, Any], part: str) -> Tensor:
+                tensor: Tensor = getattr(batch[logits.name], part)
+                return tensor
+
+            makers = {f"logits.{part}": partial(read_part, part=part) for part in parts}
         else:
             makers["logits"] = lambda batch: _values(batch, logits)
     if has_boxes and isinstance(student, GridSettings):  # of other models targets were refused
@@ -232,26 +244,6 @@ def make_layer_teacher(
         width,
         lambda batch: tuple(make(batch) for make in makers.values()),
         temperature,
-    )
-
-
-def _shape(channel: Channel) -> tuple[int | None, ...]:
-    """Return the shape of a channel's values; of stored logits, that of those that they stand
-    for.
-    """
-    if channel.kind not in (TOPK, SAMPLED) or channel.vocabulary is None:
-        return channel.shape
-    return channel.shape[0], channel.vocabulary.size
-
-
-def _part(batch: Mapping[str, Any], name: str, part: str) -> Tensor:
-    tensor: Tensor = getattr(batch[name], part)
-    return tensor
-
-
-def _fits(sides: Sequence[int | None], shape: Sequence[int | None]) -> bool:
-    return len(sides) == len(shape) and all(
-        side in (None, size) for side, size in zip(sides, shape, strict=True)
     )
 
 

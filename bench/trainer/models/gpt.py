@@ -61,7 +61,29 @@ class Gpt(StagedModel):
             "head.vocabulary": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
         }
         self.stem = _Embeddings(settings)
-        self.blocks = nn.ModuleList(_block(settings) for _ in range(settings.depth))
+        width = settings.width
+        inner = settings.ffn or 4 * width
+        self.blocks = nn.ModuleList()
+        for _ in range(settings.depth):
+            if settings.experts > 1:
+                mlp: nn.Module = Experts(
+                    width,
+                    inner,
+                    settings.experts,
+                    settings.active_experts,
+                    gated=settings.gated,
+                )
+            else:
+                mlp = perceptron(width, inner, gated=settings.gated)
+            block = Block(
+                width,
+                settings.heads,
+                causal=True,
+                kv_heads=settings.kv_heads,
+                head_width=settings.head_width,
+                mlp=mlp,
+            )
+            self.blocks.append(block)
         self.head = _NextToken(settings)
 
     def inputs(self, batch: Mapping[str, Any]) -> tuple[Tensor, ...]:
@@ -101,26 +123,6 @@ class Gpt(StagedModel):
 
 def _in_rows(inputs: tuple[Tensor, ...]) -> bool:
     return len(inputs) == 4
-
-
-def _block(settings: GptSettings) -> Block:
-    width = settings.width
-    inner = settings.ffn or 4 * settings.width
-    gated = settings.gated
-    if settings.experts > 1:
-        mlp: nn.Module = Experts(
-            width, inner, settings.experts, settings.active_experts, gated=gated
-        )
-    else:
-        mlp = perceptron(width, inner, gated=gated)
-    return Block(
-        width,
-        settings.heads,
-        causal=True,
-        kv_heads=settings.kv_heads,
-        head_width=settings.head_width,
-        mlp=mlp,
-    )
 
 
 class _Embeddings(nn.Module):

@@ -68,21 +68,16 @@ def data_parallel(
     # rank wait for the slowest one's batch at the beginning of its forward pass, in which nothing
     # depends on the others.
     wrapped.broadcast_buffers = False
-    wrapped.register_comm_hook(
-        state,
-        reduce if accelerator is None else _timed(reduce, accelerator, model),
-    )
-    return wrapped
-
-
-def _timed(reduce: Any, accelerator: "Accelerator", model: nn.Module) -> Any:
-    """Report to the accelerator how much of all gradients is computed, and each all-reduce."""
+    if accelerator is None:
+        wrapped.register_comm_hook(state, reduce)
+        return wrapped
     num_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     num_ready_bytes = 0
 
     def timed(state: object, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Reduce a bucket, all of whose gradients are computed; called in the order of the
-        buckets.
+        """Reduce a bucket, all of whose gradients are computed, and report that to the accelerator.
+
+        It is called in the order of the buckets.
         """
         nonlocal num_ready_bytes
         num_ready_bytes += bucket.buffer().nbytes
@@ -97,7 +92,8 @@ def _timed(reduce: Any, accelerator: "Accelerator", model: nn.Module) -> Any:
 
         return reduce(state, bucket).then(finished)  # type: ignore[no-any-return]
 
-    return timed
+    wrapped.register_comm_hook(state, timed)
+    return wrapped
 
 
 def shard(

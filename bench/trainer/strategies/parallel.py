@@ -259,7 +259,22 @@ def _divide(
     wrap: Sequence[type[nn.Module]],
     precision: Precision,
 ) -> None:
-    """Divide tensors, recompute, compile and shard, in this order."""
+    """Divide tensors, recompute, compile and shard, in this order.
+
+    What is recomputed in the backward pass keeps no activations, or (selective) the costly ones.
+    """
+
+    def policy(_: object, operation: object, *__: Any, **___: Any) -> checkpoint.CheckpointPolicy:
+        policies = checkpoint.CheckpointPolicy
+        return (
+            policies.MUST_SAVE
+            if str(operation).startswith(_SAVED_OPERATIONS)
+            else policies.PREFER_RECOMPUTE
+        )
+
+    contexts: Any = checkpoint.noop_context_fn
+    if settings.recompute == "selective":
+        contexts = partial(checkpoint.create_selective_checkpoint_contexts, policy)
     for part in stages.values():
         if mesh is not None and degrees.tp > 1:
             children = {name for name, _ in part.named_children()}  # a stage may lack stem or head
@@ -271,7 +286,12 @@ def _divide(
         units = units_of(part, wrap)
         for unit in units:
             if settings.recompute != "none":
-                _recompute(unit, selective=settings.recompute == "selective")
+                unit.forward = partial(
+                    checkpoint.checkpoint,
+                    unit.forward,
+                    use_reentrant=False,
+                    context_fn=contexts,
+                )
             if settings.compile != "none":
                 unit.compile(backend=settings.compile)
         if mesh is not None:
@@ -412,25 +432,3 @@ def units_of(part: nn.Module, wrap: Sequence[type[nn.Module]]) -> list[nn.Module
             "classes it has"
         )
     return units[::-1]
-
-
-def _recompute(block: nn.Module, *, selective: bool) -> None:
-    """Compute a block again in the backward pass instead of keeping its activations: all of it,
-    or what is cheap.
-    """
-
-    def policy(_: object, operation: object, *__: Any, **___: Any) -> checkpoint.CheckpointPolicy:
-        policies = checkpoint.CheckpointPolicy
-        return (
-            policies.MUST_SAVE
-            if str(operation).startswith(_SAVED_OPERATIONS)
-            else policies.PREFER_RECOMPUTE
-        )
-
-    selected = partial(checkpoint.create_selective_checkpoint_contexts, policy)
-    block.forward = partial(
-        checkpoint.checkpoint,
-        block.forward,
-        use_reentrant=False,
-        context_fn=selected if selective else checkpoint.noop_context_fn,
-    )

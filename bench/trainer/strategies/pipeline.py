@@ -123,12 +123,9 @@ class Pipeline:
         self._schedule = kind(
             stages,
             micro_batches,
-            loss_fn=self._share_of_loss,
+            loss_fn=lambda loss, _: loss * self._scale / self._parts,
             scale_grads=False,
         )
-
-    def _share_of_loss(self, loss: Tensor, _: Tensor) -> Tensor:
-        return loss * self._scale / self._parts
 
     def run(
         self,

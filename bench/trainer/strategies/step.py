@@ -198,24 +198,15 @@ class Parallel:
         return loss.detach()
 
     def _total(self, outputs: Any, inputs: tuple[Any, ...], weight: Tensor | float) -> Tensor:
-        """Return a micro-batch's loss times its weight in the step, and note its parts."""
+        """Return a micro-batch's loss times its weight in the step, and note its parts.
+
+        Raises ConfigError for what is no loss that can be trained, with what returned it.
+        """
         losses: Losses = outputs
         if self.loss is not None:
             with naming_keys(inputs[0]):
                 losses = self.loss(outputs, *inputs)
-        self._check_losses(losses)
-        if isinstance(losses, Tensor):
-            return losses * weight
-        for name, value in losses.items():
-            self._noted[name] = self._noted.get(name, 0) + value.detach() * weight
-        parts = [
-            value.to(torch.promote_types(value.dtype, torch.float)) for value in losses.values()
-        ]
-        return torch.stack(parts).sum() * weight
-
-    def _check_losses(self, losses: object) -> None:
-        """Raise ConfigError for what is no loss that can be trained, with what returned it."""
-        parts = list(losses.values()) if isinstance(losses, Mapping) else [losses]
+        parts: list[Any] = list(losses.values()) if isinstance(losses, Mapping) else [losses]
         problem = None
         if not parts:
             problem = "an empty dict"
@@ -228,22 +219,27 @@ class Parallel:
             if problem is not None:
                 break
         else:
-            if parts and not any(isinstance(part, Tensor) and part.requires_grad for part in parts):
+            if parts and not any(part.requires_grad for part in parts):
                 problem = "a loss that depends on no parameter that is trained (it has no gradient)"
-        if problem is None:
-            return
-        (model,) = self.models
-        inner = model.module if isinstance(model, DistributedDataParallel) else model
-        function = type(inner).forward if self.loss is None else self.loss
-        place = f"'{getattr(function, '__qualname__', type(function).__name__)}'"
-        code = getattr(inspect.unwrap(function), "__code__", None)
-        if code is not None:
-            place += f" ({Path(code.co_filename).name}:{code.co_firstlineno})"
-        raise ConfigError(
-            f"{place} returned {problem}: return the loss, a tensor without axes "
-            "such as a mean, or a dict of such tensors, whose sum is trained"
-            + ("; or give loss=function(outputs, batch)" if self.loss is None else "")
-        )
+        if problem is not None:
+            (model,) = self.models
+            inner = model.module if isinstance(model, DistributedDataParallel) else model
+            function = type(inner).forward if self.loss is None else self.loss
+            place = f"'{getattr(function, '__qualname__', type(function).__name__)}'"
+            code = getattr(inspect.unwrap(function), "__code__", None)
+            if code is not None:
+                place += f" ({Path(code.co_filename).name}:{code.co_firstlineno})"
+            raise ConfigError(
+                f"{place} returned {problem}: return the loss, a tensor without axes "
+                "such as a mean, or a dict of such tensors, whose sum is trained"
+                + ("; or give loss=function(outputs, batch)" if self.loss is None else "")
+            )
+        if isinstance(losses, Tensor):
+            return losses * weight
+        for name, value in losses.items():
+            self._noted[name] = self._noted.get(name, 0) + value.detach() * weight
+        wide = [part.to(torch.promote_types(part.dtype, torch.float)) for part in parts]
+        return torch.stack(wide).sum() * weight
 
     def step(self, batches: Iterable[Any]) -> Tensor:
         """Train on the micro-batches of a step, at least one; return this rank's loss, the mean
@@ -268,7 +264,17 @@ class Parallel:
         gradients.
         """
         self.scaler.unscale_(self.optimiser)
-        self._weigh()
+        # Gradients are divided by the mean share of predictions that count, kept for the losses.
+        self._factor = 1.0
+        if self._mean_share is not None:
+            if self._sharing is not None:
+                self._sharing.wait()
+            self._factor = 1 / self._mean_share.clamp(min=1e-9)
+            self._mean_share = self._sharing = None
+            for _, parameter in named_parameters(self.models):
+                if parameter.grad is not None:
+                    gradient = local(parameter.grad)
+                    gradient.mul_(self._factor.to(gradient.device))
         if self.settings.clip_norm is not None:
             group = None if self.pipeline is None else self.pipeline.group
             clip_gradients(
@@ -286,20 +292,6 @@ class Parallel:
             for name, parameter in named_parameters(self.models):
                 if self.decay is not None and name in self.average:
                     local(self.average[name]).lerp_(local(parameter.detach()), 1 - self.decay)
-
-    def _weigh(self) -> None:
-        """Divide the gradients by the mean share of predictions that count, kept for the losses."""
-        self._factor = 1.0
-        if self._mean_share is None:
-            return
-        if self._sharing is not None:
-            self._sharing.wait()
-        self._factor = 1 / self._mean_share.clamp(min=1e-9)
-        self._mean_share = self._sharing = None
-        for _, parameter in named_parameters(self.models):
-            if parameter.grad is not None:
-                gradient = local(parameter.grad)
-                gradient.mul_(self._factor.to(gradient.device))
 
     def start_average(self) -> None:
         """Start the average, if there is one, at the parameters."""

@@ -154,7 +154,7 @@ def test_a_view_is_what_a_loader_shows_in_that_epoch(base, tmp_path) -> None:
 
 
 WINDOW = {"frames": [0, 1, 2], "pad": "drop"}
-WHOLE = [0, 1, 4, 8]
+WHOLE_WINDOWS = [0, 1, 4, 8]
 """Rows followed by two frames of their clip and split: f - 2 of f, of rows 0-3, 4-6, 7 and 8-10."""
 
 
@@ -168,15 +168,15 @@ def test_a_window_that_drops_leaves_out_and_counts_samples_at_the_end_of_clips(
 ) -> None:
     report = run(base, tmp_path / "one" / "span", span, window=WINDOW)
     assert (report.num_written, report.num_left_out) == (
-        len(WHOLE),
-        NUM_SAMPLES - len(WHOLE),
+        len(WHOLE_WINDOWS),
+        NUM_SAMPLES - len(WHOLE_WINDOWS),
     )
     assert "7 samples without all frames of the window left out" in report.as_text()
     layer = open_layer_data(tmp_path / "one" / "span")
     assert layer.manifest.recipe["window"]["frames"] == [0, 1, 2]
-    assert len(layer) == len(WHOLE)
-    again = run(base, tmp_path / "one" / "span", span, window=WINDOW)
-    assert (again.num_written, again.num_kept) == (0, len(WHOLE))
+    assert len(layer) == len(WHOLE_WINDOWS)
+    second_report = run(base, tmp_path / "one" / "span", span, window=WINDOW)
+    assert (second_report.num_written, second_report.num_kept) == (0, len(WHOLE_WINDOWS))
     with DataLoader(
         base,
         1,
@@ -184,12 +184,12 @@ def test_a_window_that_drops_leaves_out_and_counts_samples_at_the_end_of_clips(
         transforms=SMALL,
         layers={"span": {"path": tmp_path / "one" / "span", "missing": "drop"}},
     ) as loader:
-        seen = [(int(batch["global_index"]), batch["span.means"]) for batch in loader]
+        annotated = [(int(batch["global_index"]), batch["span.means"]) for batch in loader]
     with DataLoader(base, 1, shuffle=False, transforms=SMALL, split="train") as loader:
         means = [float(batch["img"].float().mean()) for batch in loader]
-    train = [row for row in WHOLE if row < 7]
-    assert [row for row, _ in seen] == train
-    for row, values in seen:
+    train = [row for row in WHOLE_WINDOWS if row < 7]
+    assert [row for row, _ in annotated] == train
+    for row, values in annotated:
         torch.testing.assert_close(values[0], torch.tensor(means[row : row + 3]))
     expected = digests(tmp_path / "one" / "span")
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -183,8 +183,8 @@ def test_a_window_leaves_out_the_same_samples(base, kills, cluster, tmp_path):
     report = on_ray(base, tmp_path / "ray" / "span", cluster, window=window)
     assert 0 < report.num_left_out == alone.num_left_out == 40 - report.num_written
     assert digests(tmp_path / "ray" / "span") == digests(tmp_path / "alone" / "span")
-    again = on_ray(base, tmp_path / "ray" / "span", cluster, window=window)
-    assert (again.num_written, again.num_kept) == (0, report.num_written)
+    second_report = on_ray(base, tmp_path / "ray" / "span", cluster, window=window)
+    assert (second_report.num_written, second_report.num_kept) == (0, report.num_written)
 
 
 def test_what_is_wrong_is_said_as_without_ray(base, kills, cluster, tmp_path, monkeypatch):

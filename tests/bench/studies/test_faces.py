@@ -17,7 +17,6 @@ from fuelrail.bench.studies.order.describe import (
     DescribeOptions,
     describe_order,
 )
-from fuelrail.bench.studies.scale import run as scale_run
 from fuelrail.bench.studies.scale.report import ScaleOptions
 from fuelrail.bench.studies.scale.run import scale
 from fuelrail.bench.studies.train.run import bench_train
@@ -85,15 +84,13 @@ def test_train_takes_a_struct_and_an_accelerator_and_writes_what_is_asked_for(da
     assert (changes.worse, changes.differences) == ([], [])
 
 
-def test_scale_returns_curves(dataset, work_folder, monkeypatch):
-    monkeypatch.setattr(scale_run, "_LOADER_SECONDS", 1.5)
+def test_scale_returns_measured_runs(dataset, work_folder):
     report = scale(
         dataset,
         ranks=[1],
         batch_size=1,
         steps=14,
         warmup=4,
-        max_ranks=4,
         workers=1,
     )
     assert [run.num_ranks for run in report.measured] == [1]

@@ -54,7 +54,6 @@ REFUSED = {
         (("--steps", 0), "--steps 0: must be a whole number >= 1"),
         (("--batch-size", 99), "has 24 samples"),
         (("--accelerator", "emulated:nope"), "nope"),
-        (("--straggler-share", 2), "--straggler-share 2.0: must be a number"),
     ],
     "loader": [
         (("--batch-size", 0), "--batch-size 0: must be a whole number >= 1"),

@@ -203,8 +203,8 @@ def test_every_recipe_shows_the_same_part_of_a_picture(recipe):
 
 
 def test_what_is_seen_fills_the_width_and_ends_at_the_bottom():
-    left, upper, right, lower = seen_box((1600, 900), (704, 256))
-    assert (left, right, lower) == (0, 1600, 900)
+    left_edge, upper, right, lower = seen_box((1600, 900), (704, 256))
+    assert (left_edge, right, lower) == (0, 1600, 900)
     assert upper == pytest.approx(140 / 396 * 900)
     assert shrink_factor((1600, 900), (704, 256)) == 2
     assert shrink_factor((1600, 900), (100, 50)) == 8

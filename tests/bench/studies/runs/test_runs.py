@@ -364,8 +364,8 @@ def test_runs_with_layers_can_be_asked_after_samples_were_deleted(tmp_path, sche
         },
     }
     with load(f"{place}/d", 1, image=TRAIN, ledger=path, **options) as loader:
-        shown = list(loader)
-    keys = [key for batch in shown for key in batch["sample_key"]]
+        batches = list(loader)
+    keys = [key for batch in batches for key in batch["sample_key"]]
     assert len(keys) == 4  # of the five with both, the first has a loss of 0
     before = [bench.seen(path, [key]) for key in keys]
     receipt = tmp_path / "kept.json"
@@ -373,7 +373,7 @@ def test_runs_with_layers_can_be_asked_after_samples_were_deleted(tmp_path, sche
     with pytest.raises((StateMismatchError, ManifestError)):
         bench.seen(path, keys[:1])
     assert [bench.seen(path, [key], receipts=[receipt]) for key in keys] == before
-    for step, batch in enumerate(shown):
+    for step, batch in enumerate(batches):
         replay = bench.replay(path, step, receipts=[receipt])
         if keys[step] == keys[1]:
             assert any("was deleted" in text for text in replay.differences)

@@ -67,15 +67,15 @@ CASES = {
                 {
                     "mesh": "pp=2,dp_replicate=2",
                     "micro_batches": 2,
-                    "pipeline_schedule": one,
+                    "pipeline_schedule": schedule,
                 },
             ),
             (
-                f"{one} loses gradients where data-parallel ranks share a pipeline (dp_shard=1, "
+                f"{schedule} loses gradients where data-parallel ranks share a pipeline (dp_shard=1, "
                 "dp_replicate=2); use Interleaved1F1B, or pp and tp alone"
             ),
         )
-        for one in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+        for schedule in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
     ],
 }
 

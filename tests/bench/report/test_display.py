@@ -8,26 +8,28 @@ import msgspec
 import pytest
 
 from fuelrail.bench.measure.clock import Summary
+from fuelrail.bench.measure.display import display, displayed_fields
 from fuelrail.bench.measure.rates import Interval
-from fuelrail.bench.measure.shown import shown, shown_fields
 from fuelrail.bench.report.page import table_of, tiles_of
 
 
 class Record(msgspec.Struct):
     """A record with a field of each kind."""
 
-    name: Annotated[str, shown("stage")]
-    num_bytes: Annotated[int, shown("memory", unit="MiB", digits=".1f", scale=2**-20)]
-    rate: Annotated[float | None, shown("items/s", missing="unknown", better="more")]
+    name: Annotated[str, display("stage")]
+    num_bytes: Annotated[int, display("memory", unit="MiB", digits=".1f", scale=2**-20)]
+    rate: Annotated[float | None, display("items/s", missing="unknown", better="more")]
     hidden: int = 0
 
 
 class Figures(msgspec.Struct):
     """Figures with a spread."""
 
-    first_batch_s: Annotated[Interval, shown("first batch", unit="s", digits=".2f", better="less")]
-    step_time: Annotated[Summary, shown("step time", unit="ms")]
-    mfu: Annotated[float | None, shown("MFU", digits=".1%")] = None
+    first_batch_s: Annotated[
+        Interval, display("first batch", unit="s", digits=".2f", better="less")
+    ]
+    step_time: Annotated[Summary, display("step time", unit="ms")]
+    mfu: Annotated[float | None, display("MFU", digits=".1%")] = None
 
 
 STEP_TIME = Summary(mean_ms=130.0, p50_ms=129.9, p99_ms=150.2, max_ms=160.0, count=50)
@@ -62,7 +64,7 @@ def test_a_tile_says_its_unit_and_its_spread(num_repeats, label):
 
 
 def test_a_field_says_whether_more_is_better():
-    assert {name: entry.better for name, entry in shown_fields(Record).items()} == {
+    assert {name: entry.better for name, entry in displayed_fields(Record).items()} == {
         "name": None,
         "num_bytes": None,
         "rate": "more",

@@ -14,7 +14,7 @@ import msgspec
 Better = Literal["more", "less"]
 
 
-class Shown(NamedTuple):
+class Display(NamedTuple):
     """How a field shows: ``digits`` is a format, or "" for three digits or more; ``scale`` is what
     the value is multiplied by; ``missing`` stands for None; ``better`` is None for a figure that is
     not compared.
@@ -33,7 +33,7 @@ class Shown(NamedTuple):
         return f"{self.name} [{self.unit}]" if self.unit else self.name
 
 
-def shown(
+def display(
     name: str,
     *,
     unit: str = "",
@@ -42,8 +42,11 @@ def shown(
     missing: str = "",
     better: Better | None = None,
 ) -> msgspec.Meta:
-    """Say how a field shows: ``Annotated[float, shown("first batch", unit="s", digits=".2f")]``."""
-    entry = Shown(
+    """Say how a field shows.
+
+    ``Annotated[float, display("first batch", unit="s", digits=".2f")]``.
+    """
+    entry = Display(
         name=name,
         unit=unit,
         digits=digits,
@@ -51,15 +54,15 @@ def shown(
         missing=missing,
         better=better,
     )
-    return msgspec.Meta(extra={"shown": entry})
+    return msgspec.Meta(extra={"display": entry})
 
 
 @cache
-def shown_fields(kind: type[msgspec.Struct]) -> dict[str, Shown]:
+def displayed_fields(kind: type[msgspec.Struct]) -> dict[str, Display]:
     """Return how the fields of a type of records show, by field; those that say nothing do not."""
     entries = {}
     for field, hint in get_type_hints(kind, include_extras=True).items():
         for meta in getattr(hint, "__metadata__", ()):
-            if isinstance(meta, msgspec.Meta) and meta.extra and "shown" in meta.extra:
-                entries[field] = meta.extra["shown"]
+            if isinstance(meta, msgspec.Meta) and meta.extra and "display" in meta.extra:
+                entries[field] = meta.extra["display"]
     return entries
