@@ -53,7 +53,7 @@ help:
 
 setup: $(VENV)/.ready
 
-$(VENV)/.ready: pyproject.toml .ci/constraints.txt .ci/hatch_build.py $(wildcard loaders/decode/native/*.[ch])
+$(VENV)/.ready: pyproject.toml .ci/constraints.txt .ci/hatch_build.py $(wildcard pipeline/native/*.[ch])
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -qq --upgrade "pip>=24"
 	@command -v nvidia-smi >/dev/null 2>&1 || $(BIN)/pip install -qq -c .ci/constraints.txt "$(CPU_TORCH)"

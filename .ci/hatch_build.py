@@ -13,7 +13,7 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-NATIVE = Path("loaders", "decode", "native")
+NATIVE = Path("pipeline", "native")
 FACE = Path(".src", "fuelrail")
 HALLS = ("bench", "loaders", "pipeline", "sharding")
 

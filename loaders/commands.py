@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import shutil
 import weakref
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from fuelrail.loaders.decode import dali_install, plugin_decoders
-from fuelrail.loaders.decode.native import load as load_native
 from fuelrail.pipeline.cli import (
     Command,
     PrintOptions,
@@ -21,6 +19,7 @@ from fuelrail.pipeline.cli import (
     print_json,
 )
 from fuelrail.pipeline.errors import ConfigError, how_to_install
+from fuelrail.pipeline.native import load as load_native
 from fuelrail.pipeline.runtime.host import default_num_workers
 
 if TYPE_CHECKING:
@@ -125,7 +124,6 @@ def doctor() -> DoctorReport:
             Finding(f"decoder={name}", f"plug-in: {entry.value}")
             for name, entry in plugin_decoders().items()
         ),
-        _jpegtran(),
         Finding(
             "decoding threads",
             f"{default_num_workers()} by default: the CPUs that this process may use",
@@ -164,12 +162,14 @@ def _native() -> Finding:
     if isinstance(loaded, str):
         return Finding(
             "native JPEG",
-            "the native decoder was not built, so decoding takes about 1.5 times as long",
+            "the native decoder was not built, so decoding takes about 1.5 times as long, and "
+            "`shard --jpeg restart` does not work",
             loaded,
         )
     return Finding(
         "native JPEG",
-        "ready: turbo decodes baseline 4:2:0 JPEGs at 1/2 and 1/4 with it",
+        "ready: turbo decodes baseline 4:2:0 JPEGs at 1/2 and 1/4 with it, and `shard --jpeg "
+        "restart` writes by it JPEGs of which crops decode faster",
     )
 
 
@@ -225,22 +225,6 @@ def _dali() -> list[Finding]:
         dali,
         Finding("GPU decoding", f"by {engine.name}: {engine.reason}", engine.advice),
     ]
-
-
-def _jpegtran() -> Finding:
-    if shutil.which("jpegtran") is None:
-        return Finding(
-            "jpegtran",
-            "not installed",
-            (
-                "it writes restart markers, with which crops decode faster: Debian package "
-                "libjpeg-turbo-progs"
-            ),
-        )
-    return Finding(
-        "jpegtran",
-        "installed: `jpegtran -restart 1` makes JPEGs of which crops decode faster",
-    )
 
 
 def serve_metrics(loader: DataLoader, *, port: int = 0, host: str = "127.0.0.1") -> MetricsServer:

@@ -76,7 +76,7 @@ from fuelrail.sharding.write.break_even import break_even
 from fuelrail.sharding.write.dictionary import train_or_load_dictionary
 from fuelrail.sharding.write.finish import finish
 from fuelrail.sharding.write.images import (
-    jpegtran_version,
+    restart_writer,
     stored_channel,
     stored_share,
 )
@@ -153,12 +153,11 @@ def shard(
     check_out(output)
     check_place(spec)
     source = make_source(spec)
-    jpegtran = jpegtran_version() if recipe.jpeg == "restart" else ""
     recipe = msgspec.structs.replace(
         recipe,
         source=spec.kind,
         source_options=source.options,
-        jpegtran=jpegtran,
+        restart_writer=restart_writer() if recipe.jpeg == "restart" else "",
     )
     load_finished(output, recipe)  # refused before anything is read
     with output.writing(), Workspace(output) as work:

@@ -612,9 +612,7 @@ class TestBuild:
         assert re.search(r"-py3-none-manylinux\w+_x86_64", repaired.name)
         with zipfile.ZipFile(repaired) as archive:
             archive.extractall(tmp_path / "site")
-        code = (
-            "import fuelrail.loaders.decode.native as n; print(n.__file__, type(n.load()).__name__)"
-        )
+        code = "import fuelrail.pipeline.native as n; print(n.__file__, type(n.load()).__name__)"
         place, loaded = run_python("-c", code, cwd=tmp_path, path=tmp_path / "site").split()
         assert place.startswith(str(tmp_path))
         assert loaded == "CameraJpeg"

@@ -48,6 +48,7 @@ from fuelrail.bench.micro.timing import (
 )
 from fuelrail.bench.micro.writers import FLOORS, candidates, fuelrail_with
 from fuelrail.bench.report.files import publish_json
+from fuelrail.pipeline.native import load as load_native
 from fuelrail.pipeline.runtime.workers import in_threads
 from fuelrail.sharding.write.images import with_restart_rows
 
@@ -313,7 +314,7 @@ def _measure(work: Path, options: argparse.Namespace, num_cpus: int) -> Sharding
         }
         report.commits[title] = report.machine.commit
         report.not_installed[:] = missing
-        if shutil.which("jpegtran"):
+        if not isinstance(load_native(), str):
             report.restart[title] = restart_cost(files, num_cpus)
     return report
 

@@ -40,7 +40,6 @@ from fuelrail.loaders.decode.dali_jobs import (
     psnr_of_means,
     stretches,
 )
-from fuelrail.loaders.decode.native import load as load_native
 from fuelrail.loaders.decode.pillow import PillowDecoder
 from fuelrail.loaders.decode.protocol import (
     INTERPOLATIONS,
@@ -53,6 +52,7 @@ from fuelrail.loaders.decode.protocol import (
 )
 from fuelrail.loaders.decode.turbo import TurboDecoder
 from fuelrail.pipeline.errors import ConfigError, DecoderError, ImageError
+from fuelrail.pipeline.native import load as load_native
 
 try:
     from nvidia.dali import Pipeline, backend, fn, types

@@ -18,11 +18,11 @@ import numpy as np
 import simplejpeg
 import torch
 
-from fuelrail.loaders.decode.jpeg import Scratch
 from fuelrail.loaders.decode.protocol import check_source, wait_on_host
 from fuelrail.loaders.decode.resample import two_steps
 from fuelrail.loaders.decode.splice import RowsWanted, splice_batch
 from fuelrail.pipeline.errors import ImageError
+from fuelrail.pipeline.native import Scratch
 from fuelrail.pipeline.sample.image_header import (
     check_jpeg_end,
     probe,
@@ -32,7 +32,7 @@ from fuelrail.pipeline.sample.image_header import (
 if TYPE_CHECKING:
     import weakref
 
-    from fuelrail.loaders.decode.native import CameraJpeg
+    from fuelrail.pipeline.native import CameraJpeg
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.pipeline.sample.image_header import ImageInfo
     from fuelrail.pipeline.transforms.image_map import ImageMap

@@ -8,45 +8,18 @@ is an error.
 
 from __future__ import annotations
 
-import threading
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING
 
 import numpy as np
 import simplejpeg
-from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import ImageError
 from fuelrail.pipeline.transforms.image_map import scaled_size
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.native import Picture, Scratch
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.pipeline.sample.image_header import ImageInfo
-
-Picture: TypeAlias = "NDArray[Any]"
-"""uint8 (height, width, 3 or 4), channels interleaved, the fourth without meaning.
-
-OpenCV's stubs know no dtype.
-"""
-
-_KEEP_BYTES = 64 << 20
-"""Scratch arrays up to this size are kept by each thread."""
-
-
-class Scratch(threading.local):
-    """Named arrays of the calling thread that only grow; contents are undefined."""
-
-    def __init__(self) -> None:
-        self.arrays: dict[str, Picture] = {}
-
-    def take(self, name: str, height: int, width: int, channels: int) -> Picture:
-        """Return an uninitialised uint8 (height, width, channels)."""
-        num_bytes = height * width * channels
-        array = self.arrays.get(name)
-        if array is None or array.size < num_bytes:
-            array = np.empty(num_bytes, np.uint8)
-            if num_bytes <= _KEEP_BYTES:
-                self.arrays[name] = array
-        return array[:num_bytes].reshape(height, width, channels)
 
 
 class UnusualSamplingError(ImageError):

@@ -16,12 +16,7 @@ from typing import TYPE_CHECKING
 import cv2
 import numpy as np
 
-from fuelrail.loaders.decode.jpeg import (
-    Picture,
-    Scratch,
-    UnusualSamplingError,
-    decode_jpeg,
-)
+from fuelrail.loaders.decode.jpeg import UnusualSamplingError, decode_jpeg
 from fuelrail.loaders.decode.lens import largest_scale, sampling, source_rows
 from fuelrail.loaders.decode.protocol import (
     Interpolation,
@@ -32,6 +27,7 @@ from fuelrail.loaders.decode.protocol import (
 from fuelrail.loaders.decode.resample import two_steps
 from fuelrail.loaders.decode.splice import splice_rows, splice_views
 from fuelrail.pipeline.errors import ImageError, needs
+from fuelrail.pipeline.native import Picture, Scratch
 from fuelrail.pipeline.sample.image_header import ImageInfo, probe, unpack_png
 
 with needs("decoder='pillow'", "pillow"):

@@ -6,7 +6,7 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from fuelrail.loaders.decode.jpeg import Picture, Scratch
+from fuelrail.pipeline.native import Picture, Scratch
 from fuelrail.pipeline.transforms.pixels import NO_CHANGE, PixelChange
 
 _scratch = Scratch()

@@ -1,10 +1,10 @@
 """Cuts the rows that a crop needs out of a JPEG, without decoding anything.
 
-A JPEG with one restart marker per row of MCUs (``jpegtran -restart 1`` writes it from any baseline
-file, losslessly, for 0.1 % more bytes) can be cut between rows: decoding starts again at each
-marker. Header and wanted rows are a smaller, valid JPEG, which any decoder takes, with the same
-pixels in the rows kept. A BEV crop that drops the top third saves a third of the entropy decoding,
-which no decoder's own region of interest does.
+A JPEG with one restart marker per row of MCUs (``fuelrail shard --jpeg restart`` writes it,
+losslessly) can be cut between rows: decoding starts again at each marker. Header and wanted rows
+are a smaller, valid JPEG, which any decoder takes, with the same pixels in the rows kept. A BEV
+crop that drops the top third saves a third of the entropy decoding, which no decoder's own region
+of interest does.
 
 ITU-T T.81: restart markers D0 to D7 count modulo 8 from D0 (B.2.1, E.1.4); sizes of MCUs A.2.3.
 """
@@ -18,8 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from fuelrail.loaders.decode.jpeg import Scratch
-    from fuelrail.loaders.decode.native import CameraJpeg
+    from fuelrail.pipeline.native import CameraJpeg, Scratch
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.pipeline.sample.image_header import ImageInfo
 

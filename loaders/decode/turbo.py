@@ -8,7 +8,7 @@ rows, else one `cv2.warpAffine`. Pictures have a fourth, unused channel: decodin
 OpenCV warps four channels in half the time of three. simplejpeg and OpenCV release the GIL, so
 threads scale.
 
-Where `fuelrail.loaders.decode.native` is built, it decodes what cameras usually write, and does the
+Where `fuelrail.pipeline.native` is built, it decodes what cameras usually write, and does the
 resize in the same pass. It declines what is unusual or damaged, and the way above is taken.
 """
 
@@ -24,10 +24,8 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from fuelrail.loaders.decode.jpeg import Picture, Scratch, decode_jpeg
+from fuelrail.loaders.decode.jpeg import decode_jpeg
 from fuelrail.loaders.decode.lens import largest_scale, sampling, source_rows
-from fuelrail.loaders.decode.native import CameraJpeg, ScaledImage
-from fuelrail.loaders.decode.native import load as load_native
 from fuelrail.loaders.decode.protocol import (
     Interpolation,
     black_out_unseen,
@@ -46,6 +44,8 @@ from fuelrail.loaders.decode.splice import (
     splice_views,
 )
 from fuelrail.pipeline.errors import ImageError
+from fuelrail.pipeline.native import CameraJpeg, Picture, ScaledImage, Scratch
+from fuelrail.pipeline.native import load as load_native
 from fuelrail.pipeline.sample.image_header import ImageInfo, probe, unpack_png
 from fuelrail.pipeline.transforms.image_map import ImageMap, scaled_size
 

@@ -78,6 +78,7 @@ _LABELS: Final = {
     "scan_sha256": "the source's content (SHA-256 of its scan)",
     "shard_size_bytes": "shard size",
     "dictionary_bytes": "dictionary size",
+    "jpegtran": "writer of restart markers",
 }
 
 _POINT_BYTES: Final = 4  # points are float32 (schema.encode_points)
@@ -228,8 +229,8 @@ class Recipe(Settings, frozen=True):
 
     ``source_options`` are those of the source, defaults included. ``scan_sha256`` is the digest of
     the scan table: the samples, their metadata, and the names and sizes of their files. ``images``:
-    None for the source's own bytes. ``jpegtran`` is the version of the program that rewrites JPEGs
-    (:mod:`fuelrail.sharding.write.images`).
+    None for the source's own bytes. ``restart_writer`` names what added restart markers to JPEGs; a
+    manifest has it as ``jpegtran``, the program that did so once.
     """
 
     source: str = ""
@@ -313,10 +314,10 @@ class Recipe(Settings, frozen=True):
         Literal["keep", "restart"],
         flag(
             "keep: store JPEGs byte for byte; restart: rewrite them losslessly so that "
-            "loaders can skip the parts outside the crop, needs jpegtran (default: keep)"
+            "loaders can skip the parts outside the crop (default: keep)"
         ),
     ] = "keep"
-    jpegtran: str = ""
+    restart_writer: str = msgspec.field(default="", name="jpegtran")
     tool: str = f"fuelrail {__version__}"
     zstd: str = ZSTD_VERSION
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
-import shutil
-import subprocess
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
@@ -16,6 +13,7 @@ import numpy as np
 from fuelrail.pipeline.channels.kinds import KINDS
 from fuelrail.pipeline.channels.laws import LAWS, Motion
 from fuelrail.pipeline.errors import ConfigError, ImageError, SchemaError, needs
+from fuelrail.pipeline.native import RESTART_WRITER, CameraJpeg, Scratch, load
 from fuelrail.pipeline.sample.image_header import unpack_png
 from fuelrail.pipeline.transforms.image_map import ImageMap, apply_to_intrinsics
 
@@ -26,9 +24,7 @@ if TYPE_CHECKING:
     from fuelrail.sharding.planning.recipe import ImageRecipe
     from fuelrail.sharding.sources.shared.scan_table import Reference
 
-_PROGRAM = "jpegtran"
-
-_TIMEOUT_S = 60.0
+_scratch = Scratch()
 
 
 def stored_size(recipe: ImageRecipe, source_wh: tuple[int, int]) -> tuple[int, int]:
@@ -193,58 +189,27 @@ def scale_meta(meta: Meta, recipe: ImageRecipe) -> Meta:
     return msgspec.structs.replace(meta, cameras=cameras)
 
 
-def jpegtran_version() -> str:
-    """Return the version of jpegtran, on which rewritten bytes may depend; raises ConfigError
-    without it.
+def restart_writer() -> str:
+    """Return the name of the code that adds restart markers, on which bytes depend; raises
+    ConfigError where it is not built.
     """
-    if shutil.which(_PROGRAM) is None:
-        raise ConfigError(
-            f"jpeg=restart needs the program {_PROGRAM}, which is not installed: "
-            "Debian and Ubuntu have it in libjpeg-turbo-progs"
-        )
-    try:
-        result = subprocess.run(
-            [_PROGRAM, "-version"],
-            input=b"",
-            capture_output=True,
-            check=False,
-            timeout=_TIMEOUT_S,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise ConfigError(
-            f"jpeg=restart: {_PROGRAM} -version has not answered in {_TIMEOUT_S:.0f} s"
-        ) from error
-    match = re.search(
-        r"libjpeg-turbo version [0-9.]+",
-        (result.stdout + result.stderr).decode(errors="replace"),
-    )
-    if match is None:
-        raise ConfigError(
-            f"jpeg=restart needs the {_PROGRAM} of libjpeg-turbo; the one installed is another"
-        )
-    return match.group()
+    _load_restart_writer()
+    return RESTART_WRITER
 
 
-def with_restart_rows(data: Buffer) -> bytes:
-    """Return the baseline JPEG with restart markers at its rows of MCUs; keeps metadata.
+def _load_restart_writer() -> CameraJpeg:
+    library = load()
+    if isinstance(library, str):
+        raise ConfigError(f"jpeg=restart needs the compiled code of Fuelrail: {library}")
+    return library
 
-    Raises ImageError.
+
+def with_restart_rows(data: Buffer) -> Buffer:
+    """Return the baseline JPEG with restart markers at its rows of MCUs, with the same pixels and
+    metadata.
+
+    One of several scans, such as a progressive one, is returned as it is; what else is, says
+    `CameraJpeg.add_restarts`. Raises ImageError for a damaged file.
     """
-    command = [_PROGRAM, "-restart", "1", "-optimize", "-copy", "all"]
-    try:
-        done = subprocess.run(
-            command,
-            input=data,
-            capture_output=True,
-            check=False,
-            timeout=_TIMEOUT_S,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise ImageError(
-            f"{_PROGRAM} has not rewritten its {len(data)} bytes in {_TIMEOUT_S:.0f} s; it "
-            "was stopped"
-        ) from error
-    if done.returncode != 0 or not done.stdout:
-        reason = done.stderr.decode(errors="replace").strip() or f"exit code {done.returncode}"
-        raise ImageError(f"{_PROGRAM} cannot rewrite it: {reason}")
-    return done.stdout
+    rewritten = _load_restart_writer().add_restarts(data, _scratch)
+    return data if rewritten is None else rewritten

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
 
 import cv2
 import numpy as np
@@ -16,6 +15,7 @@ from fuelrail.loaders.decode import make_decoder
 from fuelrail.loaders.storage.reader import SampleReader
 from fuelrail.pipeline.errors import ImageError
 from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.pipeline.native import load as load_native
 from fuelrail.sharding.write.images import with_restart_rows
 from support.backends import BACKENDS
 from support.batches import batches, keys
@@ -226,7 +226,7 @@ def test_windows_in_a_mix_are_augmented_by_their_number_over_all_datasets(
 
 
 @pytest.mark.costly
-@pytest.mark.skipif(shutil.which("jpegtran") is None, reason="jpegtran is not installed")
+@pytest.mark.skipif(isinstance(load_native(), str), reason="the native decoder is not built")
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_shards_with_restart_rows_are_undistorted_as_plain_ones(
     root, tmp_path, backend: str

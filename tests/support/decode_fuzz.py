@@ -20,11 +20,11 @@ import cv2
 import msgspec
 import numpy as np
 
-from fuelrail.loaders.decode.jpeg import Scratch, decode_jpeg
-from fuelrail.loaders.decode.native import CameraJpeg, open_library
-from fuelrail.loaders.decode.native.build import FOLDER, build
+from fuelrail.loaders.decode.jpeg import decode_jpeg
 from fuelrail.loaders.decode.turbo import TurboDecoder
 from fuelrail.pipeline.errors import ImageError
+from fuelrail.pipeline.native import CameraJpeg, Scratch, open_library
+from fuelrail.pipeline.native.build import FOLDER, build
 from fuelrail.pipeline.sample.image_header import probe
 from fuelrail.pipeline.transforms.image_map import ImageMap
 

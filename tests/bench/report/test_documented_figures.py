@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from itertools import chain
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -285,17 +284,11 @@ def sharding_page() -> Iterator[str]:
     yield "Reading, writing and digests alone run at {:.2f} to {:.2f} times the rate of GNU tar".format(
         *floor
     )
-    report = result("sharding")
     (_, _, figures) = loaders()
-    each_ms = [
-        1e3 * report["num_cpus"] / restart["images_per_s"] for restart in report["restart"].values()
-    ]
-    yield f"it takes {min(each_ms):.0f} to {max(each_ms):.0f} ms of a core for each image"
     yield "loads {} times as fast (95 % interval {}".format(*restart_over(None).split("|"))
     names = ("fuelrail:turbo", "fuelrail:restart")
     plain, cut = (figures[name]["cpu_s_per_1000_images"] for name in names)
     yield f"takes {plain - cut:.2f} ms less of a core"
-    yield f"pays off after some {round(median(each_ms) / (plain - cut), -1):.0f} epochs"
 
 
 def recipes() -> Iterator[str]:

@@ -13,11 +13,10 @@ import pytest
 import simplejpeg
 
 from fuelrail.loaders import commands
-from fuelrail.loaders.decode import native
-from fuelrail.loaders.decode.jpeg import Scratch
-from fuelrail.loaders.decode.native import CameraJpeg, build, open_library
 from fuelrail.loaders.decode.turbo import TurboDecoder
+from fuelrail.pipeline import native
 from fuelrail.pipeline.errors import ImageError
+from fuelrail.pipeline.native import CameraJpeg, Scratch, build, open_library
 from fuelrail.pipeline.sample.image_header import probe
 from fuelrail.pipeline.transforms.image import ImageAugment
 from fuelrail.pipeline.transforms.image_map import ImageMap, scaled_size

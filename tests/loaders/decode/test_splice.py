@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-import shutil
-import subprocess
-
 import cv2
 import numpy as np
 import pytest
@@ -12,10 +9,10 @@ from hypothesis import strategies as st
 
 from fuelrail.loaders.decode import dali_jobs, make_decoder, turbo
 from fuelrail.loaders.decode.dali_jobs import prepare
-from fuelrail.loaders.decode.jpeg import Scratch
-from fuelrail.loaders.decode.native import load as load_native
 from fuelrail.loaders.decode.splice import RowsWanted, splice_batch, splice_rows
 from fuelrail.pipeline.errors import ImageError
+from fuelrail.pipeline.native import Scratch
+from fuelrail.pipeline.native import load as load_native
 from fuelrail.pipeline.sample.image_header import probe
 from fuelrail.pipeline.transforms.image import ImageAugment
 from fuelrail.pipeline.transforms.image_map import ImageMap
@@ -249,16 +246,14 @@ def test_a_batch_is_cut_by_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.real
-@pytest.mark.process
-def test_real_pictures_prepared_by_jpegtran() -> None:
-    jpegtran = shutil.which("jpegtran")
-    if jpegtran is None:
-        pytest.skip("jpegtran is not installed")
+def test_real_pictures_with_restart_markers() -> None:
+    native = load_native()
+    if isinstance(native, str):
+        pytest.skip(f"no native decoder: {native}")
     file = min(shared_data("nuscenes-mini").glob("samples/CAM_FRONT/*.jpg"))
     plain = file.read_bytes()
-    prepared = subprocess.run(
-        [jpegtran, "-restart", "1", str(file)], check=True, capture_output=True
-    ).stdout
+    prepared = native.add_restarts(plain, Scratch())
+    assert prepared is not None
     assert len(prepared) < 1.002 * len(plain)
     decoder = make_decoder("turbo")
     for sample in range(5):

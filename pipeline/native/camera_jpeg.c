@@ -14,17 +14,14 @@
 
 #include "entropy.h"
 #include "idct.h"
+#include "memory.h"
 #include "output.h"
 
 #ifndef SOURCE_CRC
 #define SOURCE_CRC 0 /* of these files: the binding refuses a library that was built from others */
 #endif
 
-enum { MCU = 16, ALIGNMENT = 64 };
-
-typedef struct {
-    Huffman tables[2][2]; /* DC and AC, by identifier */
-} Context;
+enum { MCU = 16 };
 
 typedef struct {
     int width, height, num_columns, num_rows; /* pixels; MCUs */
@@ -103,17 +100,6 @@ static int read_header(File *file, Context *context, const uint8_t *data, size_t
 }
 
 /* --- Rows of MCUs --- */
-
-typedef struct {
-    uint8_t *at, *end;
-} Scratch;
-
-static void *take(Scratch *scratch, size_t num_bytes) { /* null where there is not enough */
-    uint8_t *start = scratch->at + (-(uintptr_t)scratch->at & (ALIGNMENT - 1));
-    if (start > scratch->end || (size_t)(scratch->end - start) < num_bytes) return NULL;
-    scratch->at = start + num_bytes;
-    return start;
-}
 
 INLINE int read_mcu(const File *file, const Context *context, Reader *reader, int *level, int16_t *blocks,
                     unsigned *last, int is_kept) {

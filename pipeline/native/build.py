@@ -1,4 +1,4 @@
-"""Compiles the native library of this folder: ``python -m fuelrail.loaders.decode.native``.
+"""Compiles the native library of this folder: ``python -m fuelrail.pipeline.native``.
 
 Installing does the same (.ci/hatch_build.py), where it can. Only the standard library is used, so
 that a build backend can load this file by its path. Needs GCC 12 or Clang 12, or newer; no library.
@@ -58,6 +58,7 @@ def build(folder: Path = FOLDER, flags: tuple[str, ...] | None = None) -> Path:
             *_FLAGS,
             *flags,
             f"-DSOURCE_CRC={source_crc(folder)}u",
+            "add_restarts.c",
             "camera_jpeg.c",
             "restart_rows.c",
         ]

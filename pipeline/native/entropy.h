@@ -106,13 +106,18 @@ INLINE void consume(Reader *reader, Entry entry) {
     reader->num_bits -= entry;
 }
 
-/* The next symbol by its code, from a length on; 0 where there is no such code. */
-static __attribute__((noinline)) Entry by_code(const Huffman *table, uint64_t bits, int length) {
+/* The next symbol, with a code of `*length` bits or more, which becomes its length; -1 where there is no such code. */
+INLINE int find_symbol(const Huffman *table, uint64_t bits, int *length) {
     int32_t code = (int32_t)(bits >> 48);
-    while (code >= table->first_beyond[length])
-        if (++length > 16) return 0;
-    int symbol = table->symbols[((code >> (16 - length)) + table->offset[length]) & 255], size = symbol & 15;
-    return single(symbol, length, size ? (int)(bits << length >> (64 - size)) : 0);
+    while (code >= table->first_beyond[*length])
+        if (++*length > 16) return -1;
+    return table->symbols[((code >> (16 - *length)) + table->offset[*length]) & 255];
+}
+
+/* The next symbol by its code, from a length on; 0 where there is no such code. */
+static __attribute__((noinline, unused)) Entry by_code(const Huffman *table, uint64_t bits, int length) {
+    int symbol = find_symbol(table, bits, &length), size = symbol & 15;
+    return symbol < 0 ? 0 : single(symbol, length, size ? (int)(bits << length >> (64 - size)) : 0);
 }
 
 /* Reads one or two symbols of a block whose last coefficient so far is `k`; returns the new one. BROKEN where a code is
@@ -164,9 +169,9 @@ INLINE unsigned read_block(Reader *from, const Huffman *dc, const Huffman *ac, c
     return last;
 }
 
-static __attribute__((noinline)) unsigned read_block_one_by_one(Reader *from, const Huffman *dc, const Huffman *ac,
-                                                                const int16_t *quant, int *level, int16_t *block,
-                                                                int is_kept) {
+static __attribute__((noinline, unused)) unsigned read_block_one_by_one(Reader *from, const Huffman *dc,
+                                                                        const Huffman *ac, const int16_t *quant,
+                                                                        int *level, int16_t *block, int is_kept) {
     return read_block(from, dc, ac, quant, level, block, is_kept, 1);
 }
 

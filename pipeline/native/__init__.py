@@ -4,7 +4,9 @@ Optional: `load` says why not.
 
 It decodes baseline 4:2:0 JPEGs at 1/2 and 1/4, to the same pixels as libjpeg-turbo, and resamples
 while the rows are in cache (camera_jpeg.c). Every irregularity makes it decline, before it has
-written anything: libjpeg-turbo then has the last word on what is decoded and what is refused.
+written anything: libjpeg-turbo then has the last word on what is decoded and what is refused. It
+also writes baseline JPEGs again with restart markers at their rows of MCUs (add_restarts.c), and
+cuts rows out of such files (restart_rows.c).
 """
 
 from __future__ import annotations
@@ -14,12 +16,13 @@ import threading
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fuelrail.loaders.decode.native.build import (
+from fuelrail.pipeline.errors import ImageError
+from fuelrail.pipeline.native.build import (
     FOLDER,
     LIBRARY_NAME,
     source_crc,
@@ -27,11 +30,22 @@ from fuelrail.loaders.decode.native.build import (
 from fuelrail.pipeline.transforms.image_map import ImageMap, scaled_size
 
 if TYPE_CHECKING:
-    from fuelrail.loaders.decode.jpeg import Picture, Scratch
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.pipeline.sample.image_header import ImageInfo
 
-REBUILD = "python -m fuelrail.loaders.decode.native"
+REBUILD = "python -m fuelrail.pipeline.native"
+
+RESTART_WRITER: Final = "fuelrail 1"
+"""Name of the code that adds restart markers; the number changes where its bytes do."""
+
+_FAULTS: Final = {
+    -1: "its header is broken",
+    -2: "its data end before the image does",
+    -3: "its data hold a code that its Huffman tables do not",
+    -4: "its data hold coefficients that no 8-bit image has",
+    -5: "a restart marker or the end marker is missing, or not where it should be",
+}
+"""Faults of a damaged file: what add_restarts.c returns, in words."""
 
 _MCU_PX = 16
 _MIN_SCALE = 0.5
@@ -39,6 +53,33 @@ _MIN_SCALE = 0.5
 
 Below, bilinear interpolation would alias, and the code's windows end.
 """
+
+
+Picture: TypeAlias = "NDArray[Any]"
+"""uint8 (height, width, 3 or 4), channels interleaved, the fourth without meaning.
+
+OpenCV's stubs know no dtype.
+"""
+
+_KEEP_BYTES = 64 << 20
+"""Scratch arrays up to this size are kept by each thread."""
+
+
+class Scratch(threading.local):
+    """Named arrays of the calling thread that only grow; contents are undefined."""
+
+    def __init__(self) -> None:
+        self.arrays: dict[str, Picture] = {}
+
+    def take(self, name: str, height: int, width: int, channels: int) -> Picture:
+        """Return an uninitialised uint8 (height, width, channels)."""
+        num_bytes = height * width * channels
+        array = self.arrays.get(name)
+        if array is None or array.size < num_bytes:
+            array = np.empty(num_bytes, np.uint8)
+            if num_bytes <= _KEEP_BYTES:
+                self.arrays[name] = array
+        return array[:num_bytes].reshape(height, width, channels)
 
 
 class _Resize(ctypes.Structure):
@@ -106,6 +147,11 @@ class CameraJpeg:
             size,
         )
         self._cut_rows = _function(library, "restart_rows_cut", None, pointer, number)
+        self._restart_scratch_bytes = _function(library, "add_restarts_scratch_bytes", size, size)
+        self._restart_room_bytes = _function(library, "add_restarts_room_bytes", size, size)
+        self._add_restarts = _function(
+            library, "add_restarts", ctypes.c_int64, *common, pointer, size, pointer, size
+        )
         self._local = threading.local()
 
     def cut_rows(self, table: NDArray[np.int64]) -> None:
@@ -116,6 +162,23 @@ class CameraJpeg:
         cut.
         """
         self._cut_rows(table.ctypes.data, len(table))
+
+    def add_restarts(self, encoded: Buffer, scratch: Scratch) -> bytes | None:
+        """Return a JPEG with a restart marker at each row of MCUs and Huffman tables made for it.
+
+        Coefficients and all other segments of the header stay as they are. None for a file that is
+        left as it is: progressive, of several scans, without tables of its own, or with up to 7
+        stray bytes after a segment's data. Raises ImageError for a damaged file.
+        """
+        data = np.frombuffer(encoded, np.uint8)
+        room = scratch.take("restarts", 1, self._restart_room_bytes(data.size), 1).ravel()
+        num_bytes = self._add_restarts(
+            *self._memory(self._restart_scratch_bytes(data.size), scratch),
+            *(data.ctypes.data, data.size, room.ctypes.data, room.size),
+        )
+        if num_bytes < 0:
+            raise ImageError(f"JPEG is damaged: {_FAULTS[num_bytes]}")
+        return room[:num_bytes].tobytes() if num_bytes else None
 
     @staticmethod
     def takes(info: ImageInfo, factor: int) -> bool:
