@@ -26,7 +26,7 @@ Tail: TypeAlias = Literal["exact", "pad", "drop", "repeat"]
 Content: TypeAlias = Literal["equal", "random"]
 
 MAX_NAMED: Final = 1000
-_CHUNK: Final = 1 << 18
+_CHUNK: Final = 1 << 12
 _SHOWN: Final = 5
 _SAID: Final = {
     "missing": "never came",
