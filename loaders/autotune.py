@@ -178,24 +178,6 @@ class Autotuner:
 
         ``waited_s`` and ``clocks`` are the pipeline's, since its start.
         """
-        window = self._close_window(now_s, waited_s, clocks)
-        if window is None:
-            return None
-        before = self.tuning
-        if self._trial is not None:
-            self._judge(self._trial, window)
-        elif self._rest:
-            self._rest -= 1
-        elif window.waiting < _HUNGRY:
-            self._next_rest = _REST_WINDOWS  # well fed: should that change, react at once
-        else:
-            self._ideas = iter(self._changes(window))
-            self._try_next(window)
-        return self.tuning if self.tuning != before else None
-
-    def _close_window(
-        self, now_s: float, waited_s: float, clocks: Sequence[StageClock]
-    ) -> _Window | None:
         start_s = self._start_s
         batches = self._batches
         longest_s = self._longest_s
@@ -212,11 +194,31 @@ class Autotuner:
         waiting = (waited_s - waited_before) / length_s
         if longest_s > _PAUSE * length_s and waiting < _PAUSE:
             return None
-        busy = {
-            new.name: (new.busy_s - old.busy_s) / (length_s * max(old.num_threads, new.num_threads))
-            for old, new in zip(earlier, clocks, strict=True)
-        }
-        return _Window(batches / length_s, waiting, busy)
+        busy = {}
+        for old, new in zip(earlier, clocks, strict=True):
+            num_threads = max(old.num_threads, new.num_threads)
+            busy[new.name] = (new.busy_s - old.busy_s) / (length_s * num_threads)
+        window = _Window(batches / length_s, waiting, busy)
+        before = self.tuning
+        if self._trial is not None:
+            self._judge(self._trial, window)
+        elif self._rest:
+            self._rest -= 1
+        elif window.waiting < _HUNGRY:
+            self._next_rest = _REST_WINDOWS  # well fed: should that change, react at once
+        else:
+            num_workers = before.num_workers
+            num_more = min(num_workers + max(1, num_workers // 4), self.limits.num_workers)
+            num_fewer = max(self._fewest, num_workers - max(1, num_workers // 8))
+            more = before._replace(num_workers=num_more)
+            fewer = before._replace(num_workers=num_fewer)
+            ahead = before._replace(ready=min(before.ready + 1, self.limits.ready))
+            working = max(window.busy.get("decode", 0.0), window.busy.get("transform", 0.0))
+            # The most promising change first.
+            ideas = [more, fewer] if working >= _SATURATED else [ahead, more]
+            self._ideas = iter([idea for idea in ideas if idea != before])
+            self._try_next(window)
+        return self.tuning if self.tuning != before else None
 
     def _judge(self, trial: _Trial, window: _Window) -> None:
         if trial.windows > 1:  # what was in the queues came from before the change
@@ -247,33 +249,15 @@ class Autotuner:
             self._rest = self._next_rest
             self._next_rest = min(2 * self._next_rest, _LONGEST_REST)
             return
+        busy = ", ".join(f"{name} {100 * share:.0f} %" for name, share in window.busy.items())
         _LOG.info(
-            "autotune: trying %s -> %s; the trainer waited %.0f %% of the time, busy: %s",
-            _say(self.tuning),
-            _say(tuning),
+            "autotune: trying %s; the trainer waited %.0f %% of the time, busy: %s",
+            f"{_say(self.tuning)} -> {_say(tuning)}",
             100 * window.waiting,
-            ", ".join(f"{name} {100 * share:.0f} %" for name, share in window.busy.items()),
+            busy,
         )
         self._trial = _Trial(self.tuning, window.rate, 2)
         self.tuning = tuning
-
-    def _changes(self, window: _Window) -> list[Tuning]:
-        """Return the changes to try, most promising first."""
-        now = self.tuning
-        limits = self.limits
-        more = now._replace(
-            num_workers=min(
-                now.num_workers + max(1, now.num_workers // 4),
-                limits.num_workers,
-            )
-        )
-        fewer = now._replace(
-            num_workers=max(self._fewest, now.num_workers - max(1, now.num_workers // 8))
-        )
-        ahead = now._replace(ready=min(now.ready + 1, limits.ready))
-        working = max(window.busy.get("decode", 0.0), window.busy.get("transform", 0.0))
-        ideas = [more, fewer] if working >= _SATURATED else [ahead, more]
-        return [idea for idea in ideas if idea != now]
 
 
 def _say(tuning: Tuning) -> str:

@@ -55,7 +55,8 @@ def _run_view(args: argparse.Namespace) -> int:
                 "--rerun records the stored images, so it cannot be combined with "
                 f"{min(flags_given.values())}"
             )
-        print(f"{record_clip(args.dataset, args.key, recording).as_text()} -> {recording}")  # noqa: T201
+        recorded = record_clip(args.dataset, args.key, recording)
+        print(f"{recorded.as_text()} -> {recording}")  # noqa: T201
         return 0
     options = from_flags(args, ViewOptions)
     output = options.output or "contact_sheet.png"
@@ -66,7 +67,10 @@ def _run_view(args: argparse.Namespace) -> int:
 
 def _run_doctor(args: argparse.Namespace) -> int:
     report = doctor()
-    print_json(report) if from_flags(args, PrintOptions).json else print(report.as_text())  # noqa: T201
+    if from_flags(args, PrintOptions).json:
+        print_json(report)
+    else:
+        print(report.as_text())  # noqa: T201
     return 0
 
 
@@ -114,21 +118,40 @@ def doctor() -> DoctorReport:
     """Look at the decode backends and what they depend on; nothing is decoded, and DALI is not
     loaded.
     """
-    findings = [
-        Finding("decoder=auto", "uses turbo, the fastest CPU decoder"),
-        _turbo(),
-        _native(),
-        _pillow(),
-        *_dali(),
-        *(
-            Finding(f"decoder={name}", f"plug-in: {entry.value}")
-            for name, entry in plugin_decoders().items()
-        ),
-        Finding(
-            "decoding threads",
-            f"{default_num_workers()} by default: the CPUs that this process may use",
-        ),
-    ]
+    findings = [Finding("decoder=auto", "uses turbo, the fastest CPU decoder")]
+    if importlib.util.find_spec("cv2") is None:
+        state = "OpenCV is not installed"
+        advice = how_to_install("fuelrail[opencv]")
+    else:
+        opencv = _version(
+            "opencv-python-headless",
+            "opencv-python",
+            "opencv-contrib-python-headless",
+        )
+        state = f"ready: {_version('simplejpeg')}, {opencv or 'OpenCV'}"
+        advice = ""
+    findings.append(Finding("decoder=turbo", state, advice))
+    loaded = load_native()
+    if isinstance(loaded, str):
+        state = (
+            "the native decoder was not built, so decoding takes about 1.5 times as long, and "
+            "`shard --jpeg restart` does not work"
+        )
+        advice = loaded
+    else:
+        state = (
+            "ready: turbo decodes baseline 4:2:0 JPEGs at 1/2 and 1/4 with it, and `shard --jpeg "
+            "restart` writes by it JPEGs of which crops decode faster"
+        )
+        advice = ""
+    findings.append(Finding("native JPEG", state, advice))
+    findings.append(_pillow())
+    findings += _dali()
+    for name, entry in plugin_decoders().items():
+        findings.append(Finding(f"decoder={name}", f"plug-in: {entry.value}"))
+    num_workers = default_num_workers()
+    state = f"{num_workers} by default: the CPUs that this process may use"
+    findings.append(Finding("decoding threads", state))
     return DoctorReport(findings)
 
 
@@ -140,37 +163,6 @@ def _version(*packages: str) -> str | None:
         except importlib.metadata.PackageNotFoundError:
             continue
     return None
-
-
-def _turbo() -> Finding:
-    if importlib.util.find_spec("cv2") is None:
-        install = how_to_install("fuelrail[opencv]")
-        return Finding("decoder=turbo", "OpenCV is not installed", install)
-    opencv = (
-        _version(
-            "opencv-python-headless",
-            "opencv-python",
-            "opencv-contrib-python-headless",
-        )
-        or "OpenCV"
-    )
-    return Finding("decoder=turbo", f"ready: {_version('simplejpeg')}, {opencv}")
-
-
-def _native() -> Finding:
-    loaded = load_native()
-    if isinstance(loaded, str):
-        return Finding(
-            "native JPEG",
-            "the native decoder was not built, so decoding takes about 1.5 times as long, and "
-            "`shard --jpeg restart` does not work",
-            loaded,
-        )
-    return Finding(
-        "native JPEG",
-        "ready: turbo decodes baseline 4:2:0 JPEGs at 1/2 and 1/4 with it, and `shard --jpeg "
-        "restart` writes by it JPEGs of which crops decode faster",
-    )
 
 
 def _pillow() -> Finding:

@@ -63,17 +63,28 @@ _RATIOS: Final = must_be(
     'a dict with an integer >= 1 for each dataset, such as {"city": 3}, a list of MixStage, or None'
 )
 
-_OWN_RANK: Final = "each rank reads its own part without one: no DistributedSampler, no `prepare_data_loader`, no skipped batches"  # noqa: E501
+_OWN_RANK: Final = (
+    "each rank reads its own part without one: no DistributedSampler, no `prepare_data_loader`, "
+    "no skipped batches"
+)
 _TORCH_ONLY: Final = {
     "sampler": (
         "the order of samples is set by `shuffle`, or in full by `order=OrderSpec(...)`; "
         f"{_OWN_RANK}"
     ),
-    "batch_sampler": "a batch is the next `batch_size` samples of the order, which `order=OrderSpec(...)` "
-    f"sets; {_OWN_RANK}",
-    "worker_init_fn": "there are no worker processes to initialise; decoding runs in threads of this process",
-    "persistent_workers": "there are no worker processes; the decoding threads always live on between epochs",
-    "multiprocessing_context": "there are no worker processes; decoding runs in threads of this process",
+    "batch_sampler": (
+        "a batch is the next `batch_size` samples of the order, which `order=OrderSpec(...)` "
+        f"sets; {_OWN_RANK}"
+    ),
+    "worker_init_fn": (
+        "there are no worker processes to initialise; decoding runs in threads of this process"
+    ),
+    "persistent_workers": (
+        "there are no worker processes; the decoding threads always live on between epochs"
+    ),
+    "multiprocessing_context": (
+        "there are no worker processes; decoding runs in threads of this process"
+    ),
     "timeout": (
         "`storage=StorageOptions(retry=RetryPolicy(deadline_s=...))` limits how long storage "
         "may take"

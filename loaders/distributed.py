@@ -130,9 +130,15 @@ def detect_world() -> World:
 
     Raises WorldError when RANK and WORLD_SIZE are not numbers that fit.
     """
-    megatron = _megatron_world()
-    if megatron is not None:
-        return megatron
+    # An initialised parallel state has been imported already; never import it here.
+    megatron = sys.modules.get("megatron.core.parallel_state")
+    if megatron is not None and megatron.is_initialized():
+        # Without context parallelism: its ranks split one sample's sequence, so they need the same
+        # sample.
+        return World(
+            rank=megatron.get_data_parallel_rank(),
+            size=megatron.get_data_parallel_world_size(),
+        )
     if dist.is_available() and dist.is_initialized():
         return World(rank=dist.get_rank(), size=dist.get_world_size())
     rank = os.environ.get("RANK")
@@ -145,19 +151,6 @@ def detect_world() -> World:
         raise WorldError(
             f"the environment says RANK={rank!r} and WORLD_SIZE={size!r}: {error}"
         ) from error
-
-
-def _megatron_world() -> World | None:
-    # An initialised parallel state has been imported already; never import it here.
-    state = sys.modules.get("megatron.core.parallel_state")
-    if state is None or not state.is_initialized():
-        return None
-    # Without context parallelism: its ranks split one sample's sequence, so they need the same
-    # sample.
-    return World(
-        rank=state.get_data_parallel_rank(),
-        size=state.get_data_parallel_world_size(),
-    )
 
 
 class _Claim(msgspec.Struct, frozen=True):
@@ -200,7 +193,21 @@ def check_ranks_agree(settings: Mapping[str, Any], world: World, batch: object) 
     if len({(claim.settings, claim.size) for claim in claims}) > 1:
         stated: list[dict[str, Any]] = [{}] * len(claims)
         dist.all_gather_object(stated, {"world size": world.size, **settings})
-        raise WorldError(f"ranks have different loader settings; {_differences(stated)}")
+        differences = []
+        for name in stated[0]:
+            processes_by_value: dict[str, list[int]] = {}
+            for process, stated_settings in enumerate(stated):
+                value = repr(stated_settings.get(name))
+                processes_by_value.setdefault(value, []).append(process)
+            if len(processes_by_value) == 1:
+                continue
+            sides = []
+            for value, processes in processes_by_value.items():
+                examples = ", ".join(map(str, processes[:4]))
+                rest = f" and {len(processes) - 4} more" if len(processes) > 4 else ""
+                sides.append(f"{value} on rank {examples}{rest}")
+            differences.append(f"{name}: {', '.join(sides)}")
+        raise WorldError(f"ranks have different loader settings; {'; '.join(differences)}")
     first: dict[int, int] = {}
     for process, claim in enumerate(claims):
         earlier = first.setdefault(claim.rank, process)
@@ -251,23 +258,6 @@ def _feed(digest: xxhash.xxh3_64, value: object) -> None:
         digest.update(repr(value).encode())
 
     # Anything else is the user's own; its repr may hold an address, so it cannot be compared.
-
-
-def _differences(stated: list[dict[str, Any]]) -> str:
-    lines = []
-    for name in stated[0]:
-        values: dict[str, list[int]] = {}
-        for process, settings in enumerate(stated):
-            values.setdefault(repr(settings.get(name)), []).append(process)
-        if len(values) == 1:
-            continue
-        sides = []
-        for value, processes in values.items():
-            examples = ", ".join(map(str, processes[:4]))
-            rest = f" and {len(processes) - 4} more" if len(processes) > 4 else ""
-            sides.append(f"{value} on rank {examples}{rest}")
-        lines.append(f"{name}: {', '.join(sides)}")
-    return "; ".join(lines)
 
 
 def _signed(digest: int) -> int:

@@ -48,9 +48,6 @@ if TYPE_CHECKING:
     from fuelrail.loaders.config import BoxFrame
     from fuelrail.loaders.records import Parsed
     from fuelrail.pipeline.channels.sensors import LidarEntry
-    from fuelrail.pipeline.sample.schema import Boxes, Geometry
-    from fuelrail.pipeline.transforms.ego import BevMap
-
 
 NO_CHANNELS: Final = SelectedChannels()
 _OF_CAMERAS: Final = (
@@ -174,7 +171,18 @@ def _labels(decoded: Sequence[Parsed], box_frame: BoxFrame) -> dict[str, list[to
                 key=entry.sample.key,
             )
         if box_frame == "lidar":
-            boxes3d, velocity = _in_lidar(boxes, entry.sample.geometry, entry.bev)
+            augmented2lidar = invert_rigid(entry.sample.geometry.lidar2keyego()) @ entry.bev.matrix
+            rotation = augmented2lidar[:3, :3].T
+            stored = boxes.boxes3d.astype(np.float64)
+            centre = stored[:, :3] @ rotation + augmented2lidar[:3, 3]
+            size = stored[:, 3:6] * entry.bev.scale
+            # The heading is that of the full rotation, as nuscenes-devkit turns a box before it
+            # takes the yaw.
+            axes = rotation_matrices(boxes.rotation_wxyz.astype(np.float64))
+            heading = axes[:, :, 0] @ rotation
+            yaw = np.arctan2(heading[:, 1], heading[:, 0])
+            boxes3d = _float32(np.column_stack([centre, size, yaw]))
+            velocity = _float32(boxes.velocity.astype(np.float64) @ rotation)
         else:
             boxes3d = torch.from_numpy(entry.bev.boxes3d(boxes.boxes3d))
             velocity = torch.from_numpy(entry.bev.vectors(boxes.velocity))
@@ -184,24 +192,6 @@ def _labels(decoded: Sequence[Parsed], box_frame: BoxFrame) -> dict[str, list[to
         entries["gt_valid"].append(torch.from_numpy(boxes.valid.astype(bool)))
         entries["instance_id"].append(torch.from_numpy(boxes.instance_id.copy()))
     return entries
-
-
-def _in_lidar(boxes: Boxes, geometry: Geometry, bev: BevMap) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return boxes and velocities of a sample, as augmented, in the first lidar's frame.
-
-    The heading is that of the full rotation, as nuscenes-devkit turns a box before it takes the
-    yaw.
-    """
-    ego2lidar = invert_rigid(geometry.lidar2keyego())
-    augmented2lidar = ego2lidar @ bev.matrix
-    rotation = augmented2lidar[:3, :3].T
-    boxes3d = boxes.boxes3d.astype(np.float64)
-    heading = rotation_matrices(boxes.rotation_wxyz.astype(np.float64))[:, :, 0] @ rotation
-    centre = boxes3d[:, :3] @ rotation + augmented2lidar[:3, 3]
-    size = boxes3d[:, 3:6] * bev.scale
-    yaw = np.arctan2(heading[:, 1], heading[:, 0])
-    velocity = boxes.velocity.astype(np.float64) @ rotation
-    return _float32(np.column_stack([centre, size, yaw])), _float32(velocity)
 
 
 def _tensor(values: Sequence[int]) -> torch.Tensor:

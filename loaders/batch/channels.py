@@ -4,24 +4,23 @@ Each selected channel adds two entries: ``{name}``, collated as its kind is, and
 [B] bool, False where the sample lacks it. Values are moved by the channel's law with the same draw
 as images, boxes and points. Dtypes are those of the table.
 
-==================== ====================================
-====================================================
-kind                 shape of ``{name}``                  where ``{name}_valid`` is False
-==================== ====================================
-====================================================
-``image``            [B, H, W] or [B, H, W, 3]            zeros. Law ``image``: H x W is the size of ``img``
-``array``            [B, ...], the shape of the table     zeros
-``points``           list of [P, C]                       None
-``ragged``           dict of array to list of [M, ...]    None in each list
-``text``, ``bytes``  list of str or bytes                 None
-``texts``            list of lists of str                 None
-``tokens``           [B, T] where T is fixed, else        zeros, or no tokens
+==================== ===================================== =====================================
+kind                 shape of ``{name}``                   where ``{name}_valid`` is False
+==================== ===================================== =====================================
+``image``            [B, H, W] or [B, H, W, 3]             zeros
+``array``            [B, ...], the shape of the table      zeros
+``points``           list of [P, C]                        None
+``ragged``           dict of array to list of [M, ...]     None in each list
+``text``, ``bytes``  list of str or bytes                  None
+``texts``            list of lists of str                  None
+``tokens``           [B, T] where T is fixed, else         zeros, or no tokens
                      `Packed`: sample b has the tokens
                      ``values[offsets[b]:offsets[b + 1]]``
-``logits_topk``,     `Logits` of [B, T, k] where T is     nothing is ``known``, or no positions
+``logits_topk``,     `Logits` of [B, T, k] where T is      nothing is ``known``, or no positions
 ``logits_sampled``   fixed, else with ``offsets``
-==================== ====================================
-====================================================
+==================== ===================================== =====================================
+
+An ``image`` of law ``image`` has the H x W of ``img``.
 
 With temporal windows an axis of T frames follows B: stacks are [B, T, ...], lists hold a list of T
 for each sample, ``{name}_valid`` is [B, T], and frame t of sample b is number b T + t in a
@@ -231,7 +230,7 @@ def moved_frames(parsed: Parsed, *, hides: bool) -> tuple[Parsed, tuple[int, Exc
                 values_by_row[frame.row] = _moved(parsed, number) | source.attributes.values(
                     frame.row
                 )
-            except Exception as error:  # noqa: BLE001 - any, of a shard that changes; what is not bad is raised again
+            except Exception as error:  # noqa: BLE001 - any, of a shard that changes
                 return parsed, (number, error)
         extra.append(values_by_row[frame.row])
     return parsed._replace(extra=tuple(extra)), None
@@ -315,31 +314,25 @@ class SelectedChannels(NamedTuple):
                 values = [value for entry in decoded for value in entry.timed[channel.name]]
                 axes = frames._replace(axes=(len(decoded), len(timed.offsets_ns)))
             present = [value is not None for value in values]
-            if (
-                self.max_tokens is not None
-                and channel.kind in _TOKEN_KINDS
-                and channel.shape[0] is None
-            ):
-                values = [
-                    None if value is None else _cut(value, self.max_tokens) for value in values
-                ]
-            shape = () if any(present) else self._shape(channel, decoded[0])
+            has_any_length = channel.kind in _TOKEN_KINDS and channel.shape[0] is None
+            if self.max_tokens is not None and has_any_length:
+                for number, value in enumerate(values):
+                    if isinstance(value, Logits):
+                        values[number] = value.map(operator.itemgetter(slice(self.max_tokens)))
+                    elif value is not None:
+                        values[number] = value[: self.max_tokens]
+            shape: tuple[int, ...] = ()
+            if not any(present):
+                # The shape of a value that no sample has; 0 where the table leaves a side open.
+                sample = decoded[0]
+                maps = zip(self.cameras, sample.maps[sample.task.current], strict=True)
+                motion = Motion(dict(maps), sample.bev)
+                sides = tuple(side or 0 for side in channel.shape)
+                shape = LAWS[channel.law.name].shape(sides, channel, motion)
             collated = KINDS[channel.kind].collate(values, channel, shape)
             batch[channel.name] = _shaped(collated, axes)
             batch[f"{channel.name}_valid"] = torch.from_numpy(axes.shaped(present))
         return batch
-
-    def _shape(self, channel: Channel, sample: Parsed) -> tuple[int, ...]:
-        """Return the shape of a value that no sample of the batch has; 0 where the table leaves
-        a side open.
-        """
-        motion = Motion(
-            dict(zip(self.cameras, sample.maps[sample.task.current], strict=True)),
-            sample.bev,
-        )
-        return LAWS[channel.law.name].shape(
-            tuple(side or 0 for side in channel.shape), channel, motion
-        )
 
 
 def _shaped(collated: Any, frames: Frames) -> Any:
@@ -355,13 +348,6 @@ def _shaped(collated: Any, frames: Frames) -> Any:
     if isinstance(collated, np.ndarray):
         return _tensor(collated).reshape(*frames.axes, *collated.shape[1:])
     return frames.listed([_tensor(value) for value in collated])
-
-
-def _cut(value: Value, number: int) -> Value:
-    """Return the first tokens of a sample, or the logits of the first positions."""
-    if isinstance(value, Logits):
-        return value.map(lambda part: part[:number])
-    return value[:number]
 
 
 def _tensor(value: Any) -> Any:
@@ -438,7 +424,8 @@ def _packed(values: list[Any]) -> Any:
         return values
     offsets = torch.zeros(len(values) + 1, dtype=torch.int64)
     torch.cumsum(torch.tensor([len(value) for value in values]), 0, out=offsets[1:])
-    return Packed(torch.cat(values), offsets)  # type: ignore[arg-type]  # a batch has tensors in place of arrays
+    # A batch has tensors in place of arrays.
+    return Packed(torch.cat(values), offsets)  # type: ignore[arg-type]
 
 
 def _packed_windows(values: list[Any]) -> Any:

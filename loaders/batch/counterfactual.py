@@ -7,7 +7,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 from fuelrail.loaders.batch.samples import keep
 from fuelrail.loaders.decode import decodes_on_device
@@ -45,30 +45,29 @@ class LeftOut(NamedTuple):
         """Replace the work of the stages whose part is left out."""
         if not self.parts:
             return stages
-        empty: dict[str, Callable[[Stage], Callable[[Any], Any]]] = {}
-        if "storage" in self.parts:
-            empty["fetch"] = lambda _: self._fetch
-        if "decompression" in self.parts:
-            empty["parse"] = lambda stage: _Remembered(stage.work)
-        if "decode" in self.parts:
-            empty["decode"] = lambda _: self._undecoded
-        return [
-            replace(stage, work=empty[stage.name](stage)) if stage.name in empty else stage
-            for stage in stages
-        ]
 
-    def _fetch(self, task: Task) -> Fetched:
-        spans = self.spans[task.source.base]
-        return Fetched(task, tuple(spans[frame.row % len(spans)] for frame in task.frames))
+        def fetch(task: Task) -> Fetched:
+            spans = self.spans[task.source.base]
+            return Fetched(task, tuple(spans[frame.row % len(spans)] for frame in task.frames))
 
-    def _undecoded(self, parsed: Parsed | list[Parsed]) -> Parsed | list[Parsed]:
-        """Return a sample, or those of a batch, without writing their images into the batch's
-        buffer.
-        """
-        if not isinstance(parsed, list) or self.new_images is None:
-            return parsed
-        slot = parsed[0].slot.for_rows(len(parsed) * len(parsed[0].views), self.new_images)
-        return [sample.in_slot(slot) for sample in parsed]
+        def decode(parsed: Parsed | list[Parsed]) -> Parsed | list[Parsed]:
+            # A sample, or those of a batch: nothing is written into the batch's buffer.
+            if not isinstance(parsed, list) or self.new_images is None:
+                return parsed
+            slot = parsed[0].slot.for_rows(len(parsed) * len(parsed[0].views), self.new_images)
+            return [sample.in_slot(slot) for sample in parsed]
+
+        remaining = []
+        for stage in stages:
+            work = stage.work
+            if stage.name == "fetch" and "storage" in self.parts:
+                work = fetch
+            elif stage.name == "parse" and "decompression" in self.parts:
+                work = _Remembered(work)
+            elif stage.name == "decode" and "decode" in self.parts:
+                work = decode
+            remaining.append(replace(stage, work=work))
+        return remaining
 
 
 def leave_out(

@@ -198,7 +198,7 @@ def parse(
                         epoch=task.slot.epoch,
                         row=row,
                     )
-            except Exception as error:  # noqa: BLE001 - any, of a shard that changes; what is not bad is raised again
+            except Exception as error:  # noqa: BLE001 - any, of a shard that changes
                 fetched = fetch(bad, bad.replace(task, number, error))
                 break
             samples_by_row[frame.row] = sample
@@ -285,12 +285,13 @@ def for_each(function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
 
 
 def decode(
+    parsed: Parsed,
+    *,
     decoder: ImageDecoder,
     cameras: Sequence[str],
     fill: tuple[int, int, int],
     bad: BadSamples,
     parse_again: Callable[[Fetched], Parsed],
-    parsed: Parsed,
 ) -> Parsed:
     """Decode the sample's images into its place in the batch."""
     while True:

@@ -242,11 +242,11 @@ class BatchPipeline(NamedTuple):
         else:
             decode_one = partial(
                 samples.decode,
-                self.decoder,
-                self.cameras,
-                fill,
-                self.bad,
-                parse,
+                decoder=self.decoder,
+                cameras=self.cameras,
+                fill=fill,
+                bad=self.bad,
+                parse_again=parse,
             )
             stages.append(
                 Stage(

@@ -80,8 +80,9 @@ def resampled(
     interpolation: Interpolation,
     reach_ns: int | None,
 ) -> list[Value | None]:
-    """Return the values at ``wanted`` (K,) from those at ``times`` (M,), which ascend; all times
-    are in ns.
+    """Return the values at ``sample_times`` (K,) from those at ``times`` (M,), which ascend.
+
+    All times are in ns.
 
     `ChannelWindow` says what each interpolation takes, and what is not there: None.
     """
@@ -103,29 +104,24 @@ def resampled(
         is_there |= (reach_ns is not None) & ((before_index >= 0) | (interpolation == "nearest"))
     if reach_ns is not None:
         is_there &= ((share == 1) | (before <= reach_ns)) & ((share == 0) | (after <= reach_ns))
-    pairs = zip(
-        low.tolist(),
-        high.tolist(),
-        share.tolist(),
-        is_there.tolist(),
-        strict=True,
-    )
-    return [
-        _between(values[earlier], values[later], weight) if exists else None
-        for earlier, later, weight, exists in pairs
-    ]
-
-
-def _between(low: Any, high: Any, share: float) -> Any:
-    """Return ``low`` (1 - share) + ``high`` share; None where one that counts is missing."""
-    if share == 0:
-        return low
-    if share == 1:
-        return high
-    if low is None or high is None:
-        return None
-    value = np.asarray(low, np.float64) * (1 - share) + np.asarray(high, np.float64) * share
-    return np.asarray(value, np.asarray(low).dtype)
+    sampled: list[Value | None] = []
+    neighbours = zip(low.tolist(), high.tolist(), strict=True)
+    for ends, weight, exists in zip(neighbours, share.tolist(), is_there.tolist(), strict=True):
+        earlier: Any = values[ends[0]]
+        later: Any = values[ends[1]]
+        if not exists:
+            sampled.append(None)
+        elif weight == 0:
+            sampled.append(earlier)
+        elif weight == 1:
+            sampled.append(later)
+        elif earlier is None or later is None:
+            sampled.append(None)
+        else:
+            first = np.asarray(earlier, np.float64) * (1 - weight)
+            second = np.asarray(later, np.float64) * weight
+            sampled.append(np.asarray(first + second, np.asarray(earlier).dtype))
+    return sampled
 
 
 class TimedChannels(NamedTuple):

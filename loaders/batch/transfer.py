@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -23,9 +23,7 @@ _LARGE_BYTES: Final = 1 << 20
 
 
 def require_cuda(argument: str) -> None:
-    """Raise ConfigError unless torch finds a CUDA device; ``what`` is the argument that asks for
-    one.
-    """
+    """Raise ConfigError unless torch finds a CUDA device, for which ``argument`` asks."""
     if torch.cuda.is_available():
         return
     built = torch.version.cuda
@@ -67,9 +65,8 @@ def make_transfer(
             f"device={device!r}: torch finds {torch.cuda.device_count()} CUDA devices, "
             "numbered from 0"
         )
-    if (
-        str(target) == "cuda"
-    ):  # now, not when a batch is handed over: that is in another thread, or on another device
+    if str(target) == "cuda":
+        # Now, not when a batch is handed over: that is in another thread, or on another device.
         target = torch.device("cuda", torch.cuda.current_device())
     return CudaTransfer(target, pinned=pinned)
 
@@ -110,12 +107,30 @@ class CudaTransfer:
     def __call__(self, batch: Any, function: Callable[[Any], Any] | None = None) -> Moved:
         """Copy every tensor of the batch, those in dicts, lists and tuples included.
 
-        ``then`` is called with the batch on the device, on the copy's stream; its result is handed
-        on.
+        ``function`` is called with the batch on the device, on the copy's stream; its result is
+        handed on.
         """
+        small: list[torch.Tensor] = []
+
+        def collect(tensor: torch.Tensor) -> torch.Tensor:
+            if is_packed(tensor):
+                small.append(tensor)
+            return tensor
+
+        map_tensors(batch, collect)
+        arena: torch.Tensor | None = None
+        views: Iterator[torch.Tensor] = iter(())
+
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            return next(views) if is_packed(tensor) else tensor.to(self.device, non_blocking=True)
+
         with torch.cuda.stream(self._stream):
             try:
-                moved, arena = self._move(batch)
+                if small:
+                    packed = self._arena.pack(small)
+                    arena = packed.block.to(self.device, non_blocking=True)
+                    views = iter(packed.cut(arena))
+                moved = map_tensors(batch, move)
                 if function is not None:
                     moved = function(moved)
             finally:
@@ -126,29 +141,6 @@ class CudaTransfer:
             lambda tensor: owners.setdefault(tensor.untyped_storage().data_ptr(), tensor),
         )
         return Moved(moved, arena, list(owners.values()))
-
-    def _move(self, batch: Any) -> tuple[Any, torch.Tensor | None]:
-        small: list[torch.Tensor] = []
-
-        def collect(tensor: torch.Tensor) -> torch.Tensor:
-            if is_packed(tensor):
-                small.append(tensor)
-            return tensor
-
-        map_tensors(batch, collect)
-        if not small:
-            return map_tensors(
-                batch, lambda tensor: tensor.to(self.device, non_blocking=True)
-            ), None
-        packed = self._arena.pack(small)
-        arena = packed.block.to(self.device, non_blocking=True)
-        views = iter(packed.cut(arena))
-        return map_tensors(
-            batch,
-            lambda tensor: (
-                next(views) if is_packed(tensor) else tensor.to(self.device, non_blocking=True)
-            ),
-        ), arena
 
     def hand_over(self, moved: Moved) -> Any:
         """Return the batch, with the consumer's current stream recorded on its memory.
@@ -170,10 +162,13 @@ class CudaTransfer:
         allocator, has to know their stream.
         """
 
+        new_stream: Callable[..., torch.cuda.Stream] = torch.cuda.Stream
+
         def streamed(item: Any) -> Any:
             stream = getattr(self._local, "stream", None)
             if stream is None:
-                stream = self._local.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+                stream = new_stream(self.device)
+                self._local.stream = stream
             with torch.cuda.stream(stream):
                 try:
                     return work(item)

@@ -45,7 +45,8 @@ class IterableView(IterableDataset[Any]):
         # By worker, the epoch after its last one; -1: none yet. In memory that workers of any start
         # method share, for those of the next iteration are new, and the loader of the main process
         # has not moved.
-        self._following = torch.full((_MAX_WORKERS,), -1).share_memory_()  # type: ignore[no-untyped-call, unused-ignore]
+        following: Any = torch.full((_MAX_WORKERS,), -1)
+        self._following: torch.Tensor = following.share_memory_()
         self._is_new = True
 
     def __iter__(self) -> Iterator[Any]:

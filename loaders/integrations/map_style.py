@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
-from numpy.typing import NDArray
 from torch.utils.data import Dataset as TorchDataset
 
 from fuelrail.loaders.decode import make_decoder
@@ -83,19 +82,17 @@ class MapView(TorchDataset[Any]):
         }
         for channel, value in item.items():
             if channel in self._cameras:
-                item[channel] = self._decoded(value)
+                if self._decoder is None:
+                    with needs("an image that is decoded"):
+                        self._decoder = make_decoder()
+                info = probe(value)
+                image = np.empty((3, info.height, info.width), np.uint8)
+                whole = ImageMap.identity((info.width, info.height))
+                self._decoder.decode_into(value, whole, image)
+                item[channel] = image
             elif isinstance(value, np.ndarray) and not value.flags.writeable:
                 item[channel] = value.copy()
         return item if self._transform is None else self._transform(item)
-
-    def _decoded(self, encoded: bytes) -> NDArray[np.uint8]:
-        if self._decoder is None:
-            with needs("an image that is decoded"):
-                self._decoder = make_decoder()
-        info = probe(encoded)
-        image = np.empty((3, info.height, info.width), np.uint8)
-        self._decoder.decode_into(encoded, ImageMap.identity((info.width, info.height)), image)
-        return image
 
     def __repr__(self) -> str:
         """Name the data and the channels: Grain stores this text to see that a restored run

@@ -5,7 +5,8 @@ their bottom's.
 
     training = {"shuffle": True, "drop_last": True, "seed": 7}
 
-    loader = DataLoader("DATASET", 8, **training, transforms=Transforms(box_frame="lidar"))  # BEVFormer, StreamPETR
+    # BEVFormer, StreamPETR
+    loader = DataLoader("DATASET", 8, **training, transforms=Transforms(box_frame="lidar"))
     for batch in loader:
         data = mmdet3d_samples(batch, as_data_samples=True)
         losses = model(**data, mode="loss")
@@ -128,12 +129,38 @@ def mmdet3d_samples(
                 inputs["points"][number] = torch.cat([xyz, points[:, 3:]], 1)
     samples = []
     for row in range(len(batch["sample_key"])):
-        boxes, labels = _boxes(batch, row, point_range)
+        boxes = batch["gt_boxes_3d"][row]
+        labels = batch["gt_labels_3d"][row]
+        velocity = torch.nan_to_num(batch["gt_velocity"][row][:, :2], nan=0.0)
+        keep = (labels >= 0) & batch["gt_valid"][row]
+        if point_range is not None:
+            x0, y0, _, x1, y1, _ = point_range
+            keep &= (boxes[:, 0] > x0) & (boxes[:, 0] < x1)
+            keep &= (boxes[:, 1] > y0) & (boxes[:, 1] < y1)
+        bboxes = torch.cat([boxes, velocity], 1)[keep]
+        bboxes[:, 2] -= bboxes[:, 5] / 2
+        bboxes[:, 6] = torch.remainder(bboxes[:, 6] + torch.pi, 2 * torch.pi) - torch.pi
+        height, width = batch["img"].shape[-2:]
+        cam2img = torch.eye(4).repeat(batch["intrinsics"].shape[1], 1, 1)
+        cam2img[:, :3, :3] = batch["intrinsics"][row].cpu()
+        lidar2img = batch[f"{box_frame}2img"][row].cpu()
+        moved = batch["ida_mat"][row].cpu().clone()
+        moved[:, :2, 3] = moved[:, :2, 2]  # there it acts on (u, v, 0, 1)
+        moved[:, :2, 2] = 0.0
         samples.append(
             {
-                "gt_bboxes_3d": boxes,
-                "gt_labels_3d": labels,
-                "metainfo": _facts(batch, row, box_frame),
+                "gt_bboxes_3d": bboxes,
+                "gt_labels_3d": labels[keep],
+                "metainfo": {
+                    "sample_idx": batch["sample_key"][row],
+                    "img_shape": (height, width),
+                    "num_views": len(cam2img),
+                    "cam2img": cam2img.numpy(),
+                    "lidar2img": lidar2img.numpy(),
+                    "lidar2cam": (torch.linalg.inv(cam2img) @ lidar2img).numpy(),
+                    "img_aug_matrix": moved.numpy(),
+                    "lidar_aug_matrix": batch["bda_mat"][row].cpu().numpy(),
+                },
             }
         )
     return {
@@ -160,43 +187,6 @@ def _require_one_stack(batch: Mapping[str, Any]) -> None:
             "the adapters for mmdetection3d need calibrated cameras: the dataset knows no "
             "calibration"
         )
-
-
-def _boxes(
-    batch: Mapping[str, Any], row: int, point_range: Sequence[float] | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    boxes = batch["gt_boxes_3d"][row]
-    labels = batch["gt_labels_3d"][row]
-    velocity = torch.nan_to_num(batch["gt_velocity"][row][:, :2], nan=0.0)
-    keep = (labels >= 0) & batch["gt_valid"][row]
-    if point_range is not None:
-        x0, y0, _, x1, y1, _ = point_range
-        keep &= (boxes[:, 0] > x0) & (boxes[:, 0] < x1) & (boxes[:, 1] > y0) & (boxes[:, 1] < y1)
-    rows = torch.cat([boxes, velocity], 1)[keep]
-    rows[:, 2] -= rows[:, 5] / 2
-    rows[:, 6] = torch.remainder(rows[:, 6] + torch.pi, 2 * torch.pi) - torch.pi
-    return rows, labels[keep]
-
-
-def _facts(batch: Mapping[str, Any], row: int, box_frame: BoxFrame) -> dict[str, Any]:
-    """Return the ``metainfo`` of a sample, with mmdetection3d's names; matrices as numpy arrays."""
-    height, width = batch["img"].shape[-2:]
-    cam2img = torch.eye(4).repeat(batch["intrinsics"].shape[1], 1, 1)
-    cam2img[:, :3, :3] = batch["intrinsics"][row].cpu()
-    lidar2img = batch[f"{box_frame}2img"][row].cpu()
-    moved = batch["ida_mat"][row].cpu().clone()
-    moved[:, :2, 3] = moved[:, :2, 2]  # there it acts on (u, v, 0, 1)
-    moved[:, :2, 2] = 0.0
-    return {
-        "sample_idx": batch["sample_key"][row],
-        "img_shape": (height, width),
-        "num_views": len(cam2img),
-        "cam2img": cam2img.numpy(),
-        "lidar2img": lidar2img.numpy(),
-        "lidar2cam": (torch.linalg.inv(cam2img) @ lidar2img).numpy(),
-        "img_aug_matrix": moved.numpy(),
-        "lidar_aug_matrix": batch["bda_mat"][row].cpu().numpy(),
-    }
 
 
 def _data_sample(sample: dict[str, Any]) -> Any:

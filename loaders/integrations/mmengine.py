@@ -28,7 +28,6 @@ Python object is still refused.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -46,7 +45,8 @@ _STATISTICS = ("min", "max", "current", "mean")
 
 # The module that pickled arrays and scalars refer to is `numpy._core` in NumPy 2, `numpy.core` in
 # NumPy 1.
-_NUMPY = (getattr(np, "_core", None) or np.core).multiarray  # type: ignore[attr-defined, unused-ignore]
+_CORE: Any = getattr(np, "_core", None) or getattr(np, "core")  # noqa: B009
+_NUMPY = _CORE.multiarray
 
 
 def _statistic(owner: object, name: str) -> object:
@@ -115,11 +115,6 @@ class FuelrailTrainLoop(IterBasedTrainLoop):  # type: ignore[misc, unused-ignore
     def run(self) -> Any:
         """Train to the last iteration."""
         # The base class asks for every batch before the resumed one, to throw it away.
-        self.dataloader_iterator = itertools.chain(
-            itertools.repeat(None, self._iter), self._batches()
-        )
+        batches = itertools.chain.from_iterable(itertools.repeat(self.dataloader))
+        self.dataloader_iterator = itertools.chain(itertools.repeat(None, self._iter), batches)
         return super().run()
-
-    def _batches(self) -> Iterator[Any]:
-        while True:
-            yield from self.dataloader

@@ -8,7 +8,7 @@ number for others.
     num_workers=4))
     for batch in loader:                         # one epoch, or its rest
         train(batch)
-        state = loader.state_dict()              # what was received up to this batch, not what workers have fetched
+        state = loader.state_dict()  # of this batch, not of those that workers have fetched
 
 A DataLoader draws batches from its sampler long before the trainer receives them, so a sampler
 alone cannot know the position of the training. :meth:`BatchSampler.count` wraps a loader and counts

@@ -35,7 +35,6 @@ from __future__ import annotations
 from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import ImageError, needs
 from fuelrail.pipeline.format.codecs import Dictionary, decode, split_name
@@ -79,20 +78,12 @@ def decode_member(name: str, stored: Buffer, *, dictionary: Dictionary | None = 
             f"{bytes(raw[:8]).hex(' ')}"
         )
     if ending == ".png" and bytes(raw[24:25]) == b"\x10":  # bits of a value, in the header
-        return _pixels(raw)
+        png = np.frombuffer(unpack_png(raw, bits=(16,)), np.uint8)
+        pixels = cv2.imdecode(png, cv2.IMREAD_UNCHANGED)
+        if pixels is None:
+            raise ImageError("a PNG of 16 bits cannot be decoded: its pixel data are broken")
+        rgb = pixels if pixels.ndim == 2 else pixels[..., ::-1]
+        return np.ascontiguousarray(rgb, np.uint16)
     if ending in {".json", ".npy", *_IMAGE_STARTS}:
         return webdataset.autodecode.Continue(field, bytes(raw))
     return bytes(raw)
-
-
-def _pixels(png: Buffer) -> NDArray[np.uint16]:
-    """Decode a PNG of 16 bits to uint16 [H, W] or, RGB, [H, W, 3]; raises ImageError for a
-    damaged one.
-    """
-    pixels = cv2.imdecode(
-        np.frombuffer(unpack_png(png, bits=(16,)), np.uint8),
-        cv2.IMREAD_UNCHANGED,
-    )
-    if pixels is None:
-        raise ImageError("a PNG of 16 bits cannot be decoded: its pixel data are broken")
-    return np.ascontiguousarray(pixels if pixels.ndim == 2 else pixels[..., ::-1], np.uint16)

@@ -130,22 +130,20 @@ class BadSamples:
         parts, rows, present, _, _ = self._where.places(task.slot.epoch, np.array([position]))
         source = self._sources[int(parts[0])]
         storage = source.storage
-        entries = source.reader.rows(rows[0].tolist())
-        takes = [
-            partial(storage.span, row, entry)
-            for row, entry in zip(rows[0].tolist(), entries, strict=True)
+        frame_rows = rows[0].tolist()
+        entries = source.reader.rows(frame_rows)
+        frames = [
+            task.frames[0]._replace(
+                row=row,
+                present=is_present,
+                entry=entry,
+                pending_read=partial(storage.span, row, entry),
+            )
+            for row, is_present, entry in zip(frame_rows, present[0].tolist(), entries, strict=True)
         ]
         replaced = task._replace(
             source=source,
-            frames=tuple(
-                map(
-                    type(task.frames[0]),
-                    rows[0].tolist(),
-                    present[0].tolist(),
-                    entries,
-                    takes,
-                )
-            ),
+            frames=tuple(frames),
             position=position,
             num_replaced=task.num_replaced + 1,
         )
@@ -189,12 +187,11 @@ class BadSamples:
             "replaced_by": replaced_by,
         }
         _LOG.warning(
-            "bad sample %s (shard %s, offset %s) replaced by %s: %s",
+            "bad sample %s (shard %s, offset %s) replaced by %s",
             line["key"],
             line["shard"],
             line["offset"],
-            replaced_by,
-            error,
+            f"{replaced_by}: {error}",
         )
         if self._policy.file is None:
             return
@@ -203,8 +200,4 @@ class BadSamples:
             with Path(self._policy.file).open("ab", buffering=0) as file:
                 file.write(json.dumps(line).encode() + b"\n")
         except OSError as failure:
-            _LOG.warning(
-                "quarantine file '%s' cannot be written: %s",
-                self._policy.file,
-                failure,
-            )
+            _LOG.warning("quarantine file '%s' cannot be written: %s", self._policy.file, failure)

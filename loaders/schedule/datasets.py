@@ -113,7 +113,8 @@ def check_compatible(
             )
             for dataset_name in (first, name)
         ]
-        first_names, second_names = ({channel.name for channel in side} for side in entries)
+        first_names = {channel.name for channel in entries[0]}
+        second_names = {channel.name for channel in entries[1]}
         if lacking := sorted(first_names ^ second_names):
             raise ConfigError(
                 f"datasets {first!r} and {name!r} cannot be mixed in one batch: of the "
@@ -129,12 +130,19 @@ def check_compatible(
             "cameras": cameras,
             **_facts(first_dataset, second, points=points),
         }
-        facts |= _channel_facts(*entries)
-        for fact, sides in facts.items():
-            if sides[0] != sides[1]:
+        # What only says how channels are stored may differ.
+        second_channels = {channel.name: channel for channel in entries[1]}
+        for channel in entries[0]:
+            first_fields = plain(channel)
+            second_fields = plain(second_channels[channel.name])
+            for key in sorted({*first_fields, *second_fields} - _STORED_ONLY):
+                sides = first_fields.get(key), second_fields.get(key)
+                facts[f"channels '{channel.name}' ({key})"] = sides
+        for fact, (one_side, other_side) in facts.items():
+            if one_side != other_side:
                 raise ConfigError(
                     f"datasets {first!r} and {name!r} cannot be mixed in one batch, their "
-                    f"{fact} differ: {first!r} has {sides[0]}, {name!r} has {sides[1]}; "
+                    f"{fact} differ: {first!r} has {one_side}, {name!r} has {other_side}; "
                     "reshard one of them to match the other"
                 )
 
@@ -160,24 +168,6 @@ def _facts(first: Dataset, second: Dataset, *, points: bool) -> dict[str, tuple[
         "lidars": of_both(lambda dataset: "a lidar" if dataset.manifest.lidars else "no lidar"),
     }
     return {**facts, "lidars' columns": of_both(columns)} if points else facts
-
-
-def _channel_facts(
-    current: Sequence[Channel], second: Sequence[Channel]
-) -> dict[str, tuple[object, object]]:
-    """Return what differs in the entries of the same channels; what only says how they are
-    stored may differ.
-    """
-    by_name = {channel.name: channel for channel in second}
-    facts: dict[str, tuple[object, object]] = {}
-    for channel in current:
-        entries = [plain(channel_entry) for channel_entry in (channel, by_name[channel.name])]
-        for key in sorted({*entries[0], *entries[1]} - _STORED_ONLY):
-            facts[f"channels '{channel.name}' ({key})"] = (
-                entries[0].get(key),
-                entries[1].get(key),
-            )
-    return facts
 
 
 def unknown_to(sources: Sequence[Source]) -> frozenset[str]:

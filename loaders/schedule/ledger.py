@@ -31,7 +31,7 @@ from fuelrail.pipeline.format.ledger import (
     SampleReplaced,
     SegmentStart,
 )
-from fuelrail.pipeline.order.batching import Batching, Cursor, World
+from fuelrail.pipeline.order.batching import Batching, Cursor
 from fuelrail.pipeline.settings import (
     CheckedSettings,
     PathText,
@@ -149,7 +149,15 @@ class RunLedger:
         if "has_bucket" in identity.order:
             raise ConfigError("a ledger cannot record an order with bucket: leave out one of them")
         self._every = options.digest_every
-        self._number = _process_number(batching.world)
+        # This process's number among all of the job; 0 writes the ledger.
+        number = os.environ.get("RANK", "")
+        self._number = int(number) if number.isdecimal() else 0
+        if "torch" in sys.modules:
+            import torch.distributed as dist
+
+            if dist.is_available() and dist.is_initialized():
+                self._number = dist.get_rank()
+        self._number = self._number or batching.world.rank
         self._file = LedgerFile(
             f"{options.path}.rank{self._number:05d}" if self._number else options.path
         )
@@ -353,17 +361,6 @@ def identity_of(setup: RunSetup, path: str | os.PathLike[str]) -> Identity:
         raise LedgerError(
             f"ledger '{path}': the identity of a setup is of no known form: {fault}"
         ) from error
-
-
-def _process_number(world: World) -> int:
-    """Return this process's number among all of the job; 0 writes the ledger."""
-    number = os.environ.get("RANK", "")
-    if "torch" in sys.modules:
-        import torch.distributed as dist
-
-        if dist.is_available() and dist.is_initialized():
-            return dist.get_rank() or world.rank
-    return (int(number) if number.isdecimal() else 0) or world.rank
 
 
 @cache

@@ -124,31 +124,23 @@ def stored_image(
                 sizes_of[title] = set(camera.sizes)
     sizes = sorted(set().union(*sizes_of.values()))
     if len(sizes) > 1:
-        raise ConfigError(_no_stored_size(sizes_of, datasets))
+        listed = []
+        for title, camera_sizes in list(sizes_of.items())[:_NUM_NAMED]:
+            in_order = [f"{width}x{height}" for width, height in sorted(camera_sizes)]
+            if len(in_order) > _NUM_NAMED:
+                in_order = [f"{len(in_order):,} sizes from {in_order[0]} to {in_order[-1]}"]
+            listed.append(f"{title} {' and '.join(in_order) or 'no image'}")
+        if len(sizes_of) > _NUM_NAMED:
+            listed.append(f"{len(sizes_of) - _NUM_NAMED} more cameras")
+        where = " and ".join(f"'{dataset.location}'" for dataset in datasets.values())
+        width, height = min(sizes, key=math.prod)
+        fix = f'image={{"height": {height}, "width": {width}}} (an ImageAugment)'
+        if len(sizes_of) > 1:
+            fix += ", camera_groups= for a size of each group, cameras= for those of one size"
+        raise ConfigError(
+            f"image= is needed, for a batch has images of one size, and those of {where} differ: "
+            f"{', '.join(listed)}; give Transforms {fix}, or a preset such as "
+            "image='bevdet-704x256' (`fuelrail presets` lists them)"
+        )
     width, height = sizes[0] if sizes else _NO_IMAGE
     return ImageAugment(height=height, width=width)
-
-
-def _no_stored_size(
-    sizes_of: Mapping[str, set[tuple[int, int]]],
-    datasets: Mapping[str, Dataset],
-) -> str:
-    """Return a message that names the sizes of the images by camera, and what to give."""
-    listed = []
-    for camera, sizes in list(sizes_of.items())[:_NUM_NAMED]:
-        in_order = [f"{width}x{height}" for width, height in sorted(sizes)]
-        if len(in_order) > _NUM_NAMED:
-            in_order = [f"{len(in_order):,} sizes from {in_order[0]} to {in_order[-1]}"]
-        listed.append(f"{camera} {' and '.join(in_order) or 'no image'}")
-    if len(sizes_of) > _NUM_NAMED:
-        listed.append(f"{len(sizes_of) - _NUM_NAMED} more cameras")
-    where = " and ".join(f"'{dataset.location}'" for dataset in datasets.values())
-    width, height = min(set().union(*sizes_of.values()), key=math.prod)
-    fix = f'image={{"height": {height}, "width": {width}}} (an ImageAugment)'
-    if len(sizes_of) > 1:
-        fix += ", camera_groups= for a size of each group, cameras= for those of one size"
-    return (
-        f"image= is needed, for a batch has images of one size, and those of {where} differ: "
-        f"{', '.join(listed)}; give Transforms {fix}, or a preset such as image='bevdet-704x256' "
-        "(`fuelrail presets` lists them)"
-    )

@@ -25,7 +25,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Final
@@ -206,13 +206,20 @@ class _Host:
             return
         try:
             with self._lock:
-                self._forget(
-                    {
-                        local_rank,
-                        *(number for number, rank in self._ranks.items() if not rank.is_alive()),
-                    }
-                )
-                if self.has_begun.is_set() or not 0 <= local_rank < self._num_ranks:
+                if self.has_begun.is_set():
+                    connection.close()
+                    return
+                # Before the servers begin, a rank that is gone or comes again is forgotten, and so
+                # is a server that has no client then.
+                for number, rank in list(self._ranks.items()):
+                    if number == local_rank or not rank.is_alive():
+                        del self._ranks[number]
+                        rank.server.leave(rank.client)
+                for number, (_, server) in list(self._servers.items()):
+                    if not server.clients:
+                        del self._servers[number]
+                        server.close()
+                if not 0 <= local_rank < self._num_ranks:
                     connection.close()
                     return
                 server = self._server(content)
@@ -229,18 +236,6 @@ class _Host:
         """Return whether no rank that lives is connected."""
         with self._lock:
             return not any(rank.is_alive() for rank in self._ranks.values())
-
-    def _forget(self, numbers: Collection[int]) -> None:
-        """Forget local ranks before the servers begin, and servers that have no client then."""
-        if self.has_begun.is_set():
-            return
-        for number in numbers:
-            if (rank := self._ranks.pop(number, None)) is not None:
-                rank.server.leave(rank.client)
-        for number, (_, server) in list(self._servers.items()):
-            if not server.clients:
-                del self._servers[number]
-                server.close()
 
     def _server(self, content: bytes) -> RankServer:
         try:

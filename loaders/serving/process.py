@@ -167,26 +167,21 @@ class ProcessTransport:
                 return result
             except _LostError as error:
                 attempts += 1
-                self._lost(step.number, attempts, error)
+                event = f"the process that makes the batches ended before batch {step.number} "
+                event += "of this iteration"
+                lost = self.link
+                self.link = None
+                if lost is not None:
+                    lost.end()
+                if lost is not None and lost.process is not None:
+                    event += (
+                        f" with exit code {lost.process.exitcode} (negative: killed by that "
+                        "signal, as -9 for lack of memory)"
+                    )
+                if attempts >= _ATTEMPTS:
+                    raise ChildProcessError(f"{event}, {attempts} times in a row") from error
+                _LOG.warning("%s; another one is started", event)
         return None
-
-    def _lost(self, number: int, attempts: int, error: Exception) -> None:
-        """Forget a process that ended; raise ChildProcessError if no batch came from the last
-        ones.
-        """
-        link = self.link
-        self.link = None
-        event = f"the process that makes the batches ended before batch {number} of this iteration"
-        if link is not None:
-            link.end()
-            if link.process is not None:
-                event += (
-                    f" with exit code {link.process.exitcode} (negative: killed by that signal, "
-                    "as -9 for lack of memory)"
-                )
-        if attempts >= _ATTEMPTS:
-            raise ChildProcessError(f"{event}, {attempts} times in a row") from error
-        _LOG.warning("%s; another one is started", event)
 
     def tune(self, tuning: Tuning) -> None:
         """Change the numbers of threads and of ready batches in the process."""

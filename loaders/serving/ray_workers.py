@@ -88,7 +88,7 @@ class StepMaker:
         begin_s = time.monotonic()
         try:
             payload, tensors = dump(self._server.make(step))
-        except BaseException as error:  # noqa: BLE001 - the consumer must see any error, sys.exit() too
+        except BaseException as error:  # noqa: BLE001 - any error, sys.exit() too
             return StepResult(step.iteration, step.number, error=pickled_error(error)), 0.0
         dumped = Dumped(
             payload,
@@ -169,7 +169,16 @@ class RayTransport:
             self._cancel()
             self._window = _Window()
         if self._window.num_taken == _WINDOW:
-            self._adapt(self._window)
+            # Want one actor more where the trainer waited, one less where all steps were ready.
+            elapsed_s = time.monotonic() - self._window.begin_s
+            waited = self._window.waited_s / max(elapsed_s, 1e-9)
+            max_workers = self._options.num_workers
+            min_workers = self._options.min_workers or max_workers
+            if waited > _HUNGRY and self.num_wanted < max_workers:
+                self.num_wanted += 1
+            elif self._window.num_ready >= _WINDOW and self.num_wanted > min_workers:
+                self.num_wanted -= 1
+                self.actors.remove(min(self.actors, key=lambda actor: actor.num_asked))
             self._window = _Window()
         if steps:
             done, _ = self._ray.wait(list(steps[-1].actors_asked), timeout=0)
@@ -185,9 +194,15 @@ class RayTransport:
         self._window.waited_s += time.monotonic() - begin_s
         self._window.num_taken += 1
         steps.popleft()
-        return (
-            result if result.error is not None else result._replace(batch=self._open(result.batch))
-        )
+        if result.error is not None:
+            return result
+        # Copied into the loader's memory, for the object store's is read-only.
+        tensors: list[torch.Tensor] = []
+        for content, dtype, shape in result.batch.tensors:
+            memory = self._buffers.take(content.nbytes)
+            np.copyto(memory, content)
+            tensors.append(torch.from_numpy(memory).view(dtype).view(shape))
+        return result._replace(batch=load_with(result.batch.payload, tensors))
 
     def _cancel(self) -> None:
         """Ask for no step any more."""
@@ -198,8 +213,8 @@ class RayTransport:
                 actor.num_asked -= 1
         self._steps.clear()
 
-    def _actor(self, step: _Step) -> _Actor | None:
-        """Return the actor with the fewest steps of those that were not asked for this one; start
+    def _ask(self, step: _Step) -> None:
+        """Ask the actor with the fewest steps of those that were not asked for this one; start
         what is missing.
 
         One that has made none may have no node: it gets a second step only where all are such.
@@ -210,24 +225,20 @@ class RayTransport:
             )
             self.actors.append(_Actor(kind.remote(self._setup)))
         if self._late:
-            for reference in self._ray.wait(
-                list(self._late), num_returns=len(self._late), timeout=0
-            )[0]:
+            late = list(self._late)
+            done, _ = self._ray.wait(late, num_returns=len(late), timeout=0)
+            for reference in done:
                 self._late.pop(reference).num_asked -= 1
         idle = [actor for actor in self.actors if actor not in step.actors_asked.values()]
-        return min(
-            idle,
-            key=lambda actor: (
-                not actor.has_made and actor.num_asked > 0,
-                actor.num_asked,
-            ),
-            default=None,
-        )
+        if not idle:
+            return
 
-    def _ask(self, step: _Step) -> None:
-        if (actor := self._actor(step)) is not None:
-            step.actors_asked[actor.handle.make.remote(step.step)] = actor
-            actor.num_asked += 1
+        def load(actor: _Actor) -> tuple[bool, int]:
+            return not actor.has_made and actor.num_asked > 0, actor.num_asked
+
+        chosen = min(idle, key=load)
+        step.actors_asked[chosen.handle.make.remote(step.step)] = chosen
+        chosen.num_asked += 1
 
     def _result(self, step: _Step, is_stopped: threading.Event) -> StepResult | None:
         """Wait for a step; ask for it again where it is lost or late.
@@ -250,7 +261,17 @@ class RayTransport:
                 except ray.exceptions.RayTaskError as error:
                     raise error.cause from error
                 except ray.exceptions.RayError as error:
-                    self._lost(step, reference, error)
+                    lost = step.actors_asked.pop(reference)
+                    lost.num_asked -= 1
+                    if isinstance(error, ray.exceptions.RayActorError) and lost in self.actors:
+                        self.actors.remove(lost)
+                    step.attempts += 1
+                    if step.attempts >= _ATTEMPTS:
+                        reason = " ".join(str(error).split())[:300]
+                        raise ChildProcessError(
+                            f"step {step.step.number} of this iteration was lost {_ATTEMPTS} "
+                            f"times, with its actor, its node or for want of memory ({reason})"
+                        ) from error
                     if not step.actors_asked:
                         self._ask(step)
                     continue
@@ -261,39 +282,6 @@ class RayTransport:
                 self._times.append(seconds)
                 return result
         return None
-
-    def _lost(self, step: _Step, reference: Any, error: Exception) -> None:
-        """Forget an actor that is gone, whose steps are asked for again in their turn."""
-        actor = step.actors_asked.pop(reference)
-        actor.num_asked -= 1
-        if isinstance(error, self._ray.exceptions.RayActorError) and actor in self.actors:
-            self.actors.remove(actor)
-        step.attempts += 1
-        if step.attempts >= _ATTEMPTS:
-            raise ChildProcessError(
-                f"step {step.step.number} of this iteration was lost {_ATTEMPTS} times, with its "
-                f"actor, its node or for want of memory ({' '.join(str(error).split())[:300]})"
-            ) from error
-
-    def _adapt(self, window: _Window) -> None:
-        """Want one actor more where the trainer waited, one less where all steps were ready."""
-        waited = window.waited_s / max(time.monotonic() - window.begin_s, 1e-9)
-        max_workers = self._options.num_workers
-        min_workers = self._options.min_workers or max_workers
-        if waited > _HUNGRY and self.num_wanted < max_workers:
-            self.num_wanted += 1
-        elif window.num_ready >= _WINDOW and self.num_wanted > min_workers:
-            self.num_wanted -= 1
-            self.actors.remove(min(self.actors, key=lambda actor: actor.num_asked))
-
-    def _open(self, batch: Dumped) -> Any:
-        """Copy a batch's tensors into the loader's memory, for the object store's is read-only."""
-        tensors: list[torch.Tensor] = []
-        for content, dtype, shape in batch.tensors:
-            memory = self._buffers.take(content.nbytes)
-            np.copyto(memory, content)
-            tensors.append(torch.from_numpy(memory).view(dtype).view(shape))
-        return load_with(batch.payload, tensors)
 
     def tune(self, tuning: Tuning) -> None:
         """Do nothing: actors have the threads of their CPUs."""

@@ -257,7 +257,7 @@ class RankServer:
                         return
                     del held
                     number += 1
-        except BaseException as error:  # noqa: BLE001 - the consumer must see any error, sys.exit() too
+        except BaseException as error:  # noqa: BLE001 - any error, sys.exit() too
             failed = StepResult(first.iteration, number, error=pickled_error(error))
             for client in self._connected():
                 with contextlib.suppress(OSError):

@@ -1,11 +1,11 @@
 """Storage of samples: one protocol, and the backend that fits the location.
 
-=========  ==========================================  =====================================================
-backend    for                                         how
-=========  ==========================================  =====================================================
-pread      local disks; NFS, Lustre, FUSE, ...         ``pread`` into reused buffers, read-ahead, retries
-remote     any fsspec URL; local paths with a cache    coalesced concurrent ranges, retries, hedging, cache
-=========  ==========================================  =====================================================
+======= ======================================== ==================================================
+backend for                                      how
+======= ======================================== ==================================================
+pread   local disks; NFS, Lustre, FUSE, ...      ``pread`` into reused buffers, read-ahead, retries
+remote  any fsspec URL; local paths with a cache concurrent ranges, retries, hedging, a cache
+======= ======================================== ==================================================
 """
 
 from __future__ import annotations

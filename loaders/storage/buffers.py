@@ -76,7 +76,14 @@ class Buffers:
                 base = self._free[size].pop()
                 self._free_bytes -= size
             else:
-                base = self._new(size)
+                try:
+                    base = self._memory(size)
+                # numpy's, torch's, and numpy's beyond all addresses
+                except (MemoryError, RuntimeError, ValueError) as error:
+                    raise ConfigError(
+                        f"no memory for a buffer of {size} bytes: take a smaller batch_size, "
+                        f"prefetch_factor or image size, or fewer frames ({error})"
+                    ) from error
             # numpy lets a view of a view refer to the array that owns the memory, which would be
             # `base`. An array on a memoryview ends that chain: all views of it refer to it.
             lent = np.frombuffer(base.data, np.uint8)
@@ -86,16 +93,3 @@ class Buffers:
             ref = weakref.ref(lent, self._returned.append)
             self._lent[id(ref)] = ref, base
         return lent[:length]
-
-    def _new(self, size: int) -> NDArray[np.uint8]:
-        try:
-            return self._memory(size)
-        except (
-            MemoryError,
-            RuntimeError,
-            ValueError,
-        ) as error:  # numpy's, torch's, and numpy's beyond all addresses
-            raise ConfigError(
-                f"no memory for a buffer of {size} bytes: take a smaller batch_size, "
-                f"prefetch_factor or image size, or fewer frames ({error})"
-            ) from error

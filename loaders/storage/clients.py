@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import logging
 import os
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from fsspec.implementations.local import LocalFileSystem
@@ -83,9 +85,11 @@ class FsspecClient:
         path = f"{self._path}/{name}"
         if self._threads is not None:
             loop = asyncio.get_running_loop()
-            data: bytes = await loop.run_in_executor(self._threads, self._read, path, start, end)
+            read = partial(self._read, path, start=start, end=end)
+            data: bytes = await loop.run_in_executor(self._threads, read)
         else:
-            data = await self._fs._cat_file(path, start=start, end=end)  # noqa: SLF001 - fsspec's asynchronous API
+            # fsspec's asynchronous API
+            data = await self._fs._cat_file(path, start=start, end=end)  # noqa: SLF001
         return data
 
     def close(self) -> None:
@@ -114,12 +118,15 @@ class ObstoreClient:
 
         self._get = obstore.get_range_async
         self._prefix = prefix
-        credentials = None
+        options: dict[str, Any] = {}
         if not config.get("skip_signature") and "access_key_id" not in config:
-            credentials = _boto_credentials()
-        options: dict[str, Any] = (
-            {"credential_provider": credentials} if credentials is not None else {}
-        )
+            # Where boto is not installed or finds none, obstore looks for itself.
+            with contextlib.suppress(ImportError):
+                import botocore.session
+
+                credentials = botocore.session.get_session().get_credentials()
+                if credentials is not None:
+                    options["credential_provider"] = _BotoCredentials(credentials)
         plain_http = str(config.get("endpoint", "")).startswith("http://")
         self._store = S3Store(
             bucket,
@@ -237,15 +244,3 @@ class _BotoCredentials:
             "token": frozen.token,
             "expires_at": datetime.now(UTC) + _CREDENTIALS_HELD,
         }
-
-
-def _boto_credentials() -> _BotoCredentials | None:
-    """Return boto's credentials; None where boto is not installed or finds none: obstore then
-    looks for itself.
-    """
-    try:
-        import botocore.session
-    except ImportError:
-        return None
-    credentials = botocore.session.get_session().get_credentials()
-    return None if credentials is None else _BotoCredentials(credentials)

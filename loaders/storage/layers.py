@@ -25,6 +25,7 @@ from fuelrail.loaders.storage.protocol import (
     StorageStats,
     StoredRow,
     add_stats,
+    raise_at_its_turn,
 )
 from fuelrail.pipeline.errors import (
     FuelrailError,
@@ -195,7 +196,11 @@ class LayeredSession:
         columns = zip(self._parts, zip(*results, strict=True), strict=True) if results else ()
         layers = [item.request(of_layer, self._num_requested) for item, of_layer in columns]
         self._num_requested += len(rows)
-        return [partial(_take, *item) for item in zip(base, *layers, strict=True)]
+
+        def take(sample: PendingSpan, *rows: Callable[[], StoredRow | None]) -> LayeredSpan:
+            return LayeredSpan(sample(), tuple([stored() for stored in rows]))
+
+        return [partial(take, *item) for item in zip(base, *layers, strict=True)]
 
     def close(self) -> None:
         """Cancel what was requested of the base and of the layers."""
@@ -234,18 +239,12 @@ class _PartSession:
         pending = iter(
             self.session.request([result for result in results if isinstance(result, tuple)])
         )
-        return [
-            partial(self.part.stored, result[1], next(pending))
-            if isinstance(result, tuple)
-            else partial(_raise_if, result)
-            for result in results
-        ]
-
-
-def _raise_if(error: FuelrailError | None) -> None:
-    if error is not None:
-        raise error
-
-
-def _take(base: PendingSpan, *layers: Callable[[], StoredRow | None]) -> LayeredSpan:
-    return LayeredSpan(base(), tuple([stored() for stored in layers]))
+        rows: list[Callable[[], StoredRow | None]] = []
+        for result in results:
+            if isinstance(result, tuple):
+                rows.append(partial(self.part.stored, result[1], next(pending)))
+            elif result is None:
+                rows.append(lambda: None)
+            else:
+                rows.append(partial(raise_at_its_turn, result))
+        return rows

@@ -17,7 +17,7 @@ import os
 import sys
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from fuelrail.loaders.storage.buffers import Buffers
 from fuelrail.loaders.storage.files import OpenShards, ShardFile, explained
@@ -102,10 +102,25 @@ class PreadShards:
 
         try:
             span = call_with_retries(lambda: self._read(row), self._retry, give_up)
-        except (TruncatedShardError, ChecksumError) as error:
-            _LOG.warning("%s; reading it again", error)
+        except (TruncatedShardError, ChecksumError) as fault:
+            _LOG.warning("%s; reading it again", fault)
             self._refetched += 1
-            span = self._read_again(row)
+            file = None
+            try:
+                # Past the page cache, from a newly opened file.
+                file = self._files[row.shard]
+                os.posix_fadvise(file.fd, row.offset, row.length, os.POSIX_FADV_DONTNEED)
+                self._files.drop(row.shard)
+                span = self._read(row)
+            except (TruncatedShardError, ChecksumError) as error:
+                raise explained(self._dataset, row, error, file) from error
+            except OSError as error:
+                raise StorageError(
+                    f"cannot be read: {error}",
+                    shard=self._dataset.shards.name(row.shard),
+                    offset=row.offset,
+                    key=row.key,
+                ) from error
         self._spans += 1
         self._span_bytes += row.length
         return span
@@ -134,7 +149,8 @@ class PreadShards:
 
     def _read(self, row: IndexRow) -> memoryview:
         file = self._files[row.shard]
-        buffer = memoryview(self._buffers.take(row.length))  # type: ignore[arg-type]  # numpy 1 and 2 differ
+        array: Any = self._buffers.take(row.length)
+        buffer = memoryview(array)
         done = 0
         while done < row.length:
             count = os.preadv(file.fd, [buffer[done:]], row.offset + done)
@@ -152,25 +168,6 @@ class PreadShards:
         if self._verify:
             check_span(row, buffer, file.name)
         return buffer.toreadonly()
-
-    def _read_again(self, row: IndexRow) -> memoryview:
-        """Read past the page cache, from a newly opened file."""
-        file = None
-        try:
-            file = self._files[row.shard]
-            os.posix_fadvise(file.fd, row.offset, row.length, os.POSIX_FADV_DONTNEED)
-            self._files.drop(row.shard)
-            return self._read(row)
-        except (TruncatedShardError, ChecksumError) as error:
-            raise explained(self._dataset, row, error, file) from error
-        except OSError as error:
-            name = self._dataset.shards.name(row.shard)
-            raise StorageError(
-                f"cannot be read: {error}",
-                shard=name,
-                offset=row.offset,
-                key=row.key,
-            ) from error
 
 
 # No method: the files would refer to the storage that holds them, and stay open until the garbage

@@ -192,7 +192,10 @@ class SampleReader:
             sample = dataclasses.replace(sample, images=images)
         if self.needs_lidar and not np.isfinite(sample.geometry.lidar2keyego()).all():
             raise SchemaError(
-                "the first lidar has no sweep, so boxes cannot be in its frame; use box_frame='ego'",
+                (
+                    "the first lidar has no sweep, so boxes cannot be in its frame; use "
+                    "box_frame='ego'"
+                ),
                 key=row.key,
                 member=GEOMETRY,
             )

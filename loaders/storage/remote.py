@@ -293,14 +293,16 @@ class _RemoteSession:
             part = index, row.offset, row.length
             held = self._ranges.get(part)
             if held is not None:
-                pending[number] = partial(self._take, held, first + number, index, row)
+                pending[number] = partial(self._take, held, first + number, index=index, row=row)
                 continue
             if part in new:
                 new[part].append(number)
                 continue
             cached = cache.open(index, row.length) if cache is not None else None
             if cached is not None:
-                pending[number] = partial(self._take_cached, cached, first + number, index, row)
+                pending[number] = partial(
+                    self._take_cached, cached, first + number, index=index, row=row
+                )
             else:
                 new[part] = [number]
         missing = list(new.values())
@@ -315,7 +317,9 @@ class _RemoteSession:
                 for number in missing[member]:
                     index, row = rows[number]
                     self._ranges[index, row.offset, row.length] = pending_range
-                    pending[number] = partial(self._take, pending_range, first + number, index, row)
+                    pending[number] = partial(
+                        self._take, pending_range, first + number, index=index, row=row
+                    )
         return [pending[number] for number in range(len(rows))]
 
     def close(self) -> None:

@@ -3,8 +3,10 @@
 ::
 
     acquire a place --> attempt --> answer
-                        |  no answer within the p95 of recent ones: a second, equal request; the first answer counts
-                        |  fault or time-out: wait in its place (backoff, jitter), again until the deadline
+                        |  no answer within the p95 of recent ones: a second, equal request;
+                        |  the first answer counts
+                        |  fault or time-out: wait in its place (backoff, jitter), again until the
+                        |  deadline
 
 *Hedging* (Dean and Barroso, "The Tail at Scale", CACM 2013) takes the tail off at the cost of a few
 per cent more requests. A budget keeps it at that: when all of storage is slow, second requests
@@ -126,45 +128,40 @@ class Requester:
         self, get: Callable[[], Coroutine[Any, Any, Buffer]], length: int
     ) -> memoryview:
         """Return the ``length`` bytes that ``get()`` brings. Raise FetchFailedError."""
+        loop = asyncio.get_running_loop()
         await self._place.acquire()
         self._num_taken += 1
+        started = loop.time()  # the deadline is for storage, not for the queue in front of it
+        failures = short = 0
         try:
-            return await self._fetch(get, length)
+            while True:
+                try:
+                    data = await self._attempt(get, started + self._retry.deadline_s)
+                    view = memoryview(data).cast("B")
+                    if len(view) == length:
+                        self.requests += 1
+                        self.request_bytes += length
+                        self._count()
+                        return view
+                    short += len(view) < length
+                    fault = _wrong_length(len(view), length, short)
+                except Exception as error:  # noqa: BLE001 - any library's; fault_of classifies them
+                    fault = fault_of(error, self._options)
+                failures += 1
+                if fault.kind == "throttled":
+                    self._count(throttled=True)
+                at_once = failures == 1 and not fault.is_final and self._may_ask_once_more()
+                pause_s = 0.0 if at_once else self._retry.delay_s(failures, random.random())
+                elapsed_s = loop.time() - started
+                if fault.is_final or elapsed_s + pause_s >= self._retry.deadline_s:
+                    raise FetchFailedError(fault, failures, elapsed_s)
+                self.retries += 1
+                if self._on_fault is not None:
+                    self._on_fault(fault)
+                await asyncio.sleep(pause_s)
         finally:
             self._num_taken -= 1
             self._give_back(1)
-
-    async def _fetch(
-        self, get: Callable[[], Coroutine[Any, Any, Buffer]], length: int
-    ) -> memoryview:
-        loop = asyncio.get_running_loop()
-        started = loop.time()  # the deadline is for storage, not for the queue in front of it
-        failures = short = 0
-        while True:
-            try:
-                data = await self._attempt(get, started + self._retry.deadline_s)
-                view = memoryview(data).cast("B")
-                if len(view) == length:
-                    self.requests += 1
-                    self.request_bytes += length
-                    self._count()
-                    return view
-                short += len(view) < length
-                fault = _wrong_length(len(view), length, short)
-            except Exception as error:  # noqa: BLE001 - any library's exceptions; fault_of classifies them
-                fault = fault_of(error, self._options)
-            failures += 1
-            if fault.kind == "throttled":
-                self._count(throttled=True)
-            at_once = failures == 1 and not fault.is_final and self._may_ask_once_more()
-            pause_s = 0.0 if at_once else self._retry.delay_s(failures, random.random())
-            elapsed_s = loop.time() - started
-            if fault.is_final or elapsed_s + pause_s >= self._retry.deadline_s:
-                raise FetchFailedError(fault, failures, elapsed_s)
-            self.retries += 1
-            if self._on_fault is not None:
-                self._on_fault(fault)
-            await asyncio.sleep(pause_s)
 
     async def _attempt(
         self, get: Callable[[], Coroutine[Any, Any, Buffer]], deadline: float
@@ -174,7 +171,12 @@ class Requester:
         """
         loop = asyncio.get_running_loop()
         began = loop.time()
-        end = min(deadline, began + self._timeout_s())
+        # Ten times the usual time, at least 2 s, within the policy's limit.
+        limit_s = self._retry.attempt_timeout_s
+        usual_s = self._latencies.quantile(_USUAL)
+        if usual_s is not None:
+            limit_s = min(limit_s, max(2.0, 10 * usual_s))
+        end = min(deadline, began + limit_s)
         self._extra = min(_EXTRA_REQUESTS, self._extra + _EXTRA_PART)
         tasks = {loop.create_task(get())}
         first = next(iter(tasks))
@@ -187,16 +189,17 @@ class Requester:
                 if now >= end:
                     self._latencies.add(end - began)  # at least that long
                     break
-                usual_s = self._usual_s()
-                look_at = sent_at + 2 ** (num_sent - 1) * usual_s  # a hedge can stall too
+                usual_s = self._latencies.quantile(_USUAL)
+                hedge_s = max(_FIRST_HEDGE_S if usual_s is None else usual_s, self._min_hedge_s)
+                look_at = sent_at + 2 ** (num_sent - 1) * hedge_s  # a hedge can stall too
                 if now >= look_at:
                     if self._num_taken * 4 <= self.width or self._may_ask_once_more():
                         self.hedges += 1
-                        num_sent = num_sent + 1
+                        num_sent += 1
                         sent_at = now
                         tasks.add(loop.create_task(get()))
                         continue
-                    look_at = now + usual_s
+                    look_at = now + hedge_s
                 # By then more may be known of what is usual.
                 timeout_s = min(look_at, end, now + _LOOK_AGAIN_S) - now
                 done, _ = await asyncio.wait(
@@ -248,21 +251,6 @@ class Requester:
             return False
         self._extra -= 1.0
         return True
-
-    def _usual_s(self) -> float:
-        """Return the usual longest time of an answer, after which a second request (hedge) is
-        sent.
-        """
-        usual_s = self._latencies.quantile(_USUAL)
-        return max(_FIRST_HEDGE_S if usual_s is None else usual_s, self._min_hedge_s)
-
-    def _timeout_s(self) -> float:
-        """Return the time limit of one attempt: ten times the usual time, at least 2 s, within
-        the policy's limit.
-        """
-        usual_s = self._latencies.quantile(_USUAL)
-        limit_s = self._retry.attempt_timeout_s
-        return limit_s if usual_s is None else min(limit_s, max(2.0, 10 * usual_s))
 
 
 def _wrong_length(got: int, expected: int, num_short: int) -> Fault:

@@ -211,10 +211,10 @@ def _turned(ida_mat: NDArray[np.floating[Any]]) -> str:
     """
     # Rotation after mirror: (-cos, sin; sin, cos) if mirrored, else (cos, sin; -sin, cos), of v
     # that points down.
-    mirrored = bool(np.linalg.det(ida_mat[:2, :2]) < 0)
-    (c, d) = ida_mat[1, :2]
-    degrees = math.degrees(math.atan2(c if mirrored else -c, d))
-    text = "  mirrored" if mirrored else ""
+    is_mirrored = bool(np.linalg.det(ida_mat[:2, :2]) < 0)
+    sine, cosine = ida_mat[1, :2]
+    degrees = math.degrees(math.atan2(sine if is_mirrored else -sine, cosine))
+    text = "  mirrored" if is_mirrored else ""
     if abs(degrees) >= 0.5:
         text += f"  {degrees:+.1f} deg"
     return text
@@ -318,8 +318,22 @@ def _draw_box(
 def _draw_value(tile: NDArray[np.uint8], channel: Channel, value: Any) -> None:
     """Draw a value of law ``image`` or ``image_points`` on the image that it lies on."""
     if channel.law.name == "image":
+        # Labels by palette, numbers from blue to red.
         raster = np.asarray(value)
-        colours, mask = _coloured(raster, channel.law.fill or 0.0)
+        if raster.ndim == 3:
+            mask = np.ones(raster.shape[:2], bool)
+            colours = raster.astype(np.uint8)
+        elif raster.dtype.kind != "f":
+            mask = raster != (channel.law.fill or 0.0)
+            colours = np.array(_PALETTE, np.uint8)[raster.astype(np.int64) % len(_PALETTE)]
+        else:
+            mask = np.isfinite(raster) & (raster != (channel.law.fill or 0.0))
+            numbers = raster[mask].astype(np.float64)
+            low = float(numbers.min()) if numbers.size else 0.0
+            high = float(numbers.max()) if numbers.size else 1.0
+            share = np.where(mask, (raster - low) / max(high - low, 1e-9), 0.0)
+            bgr = cv2.applyColorMap((share * 255).astype(np.uint8), cv2.COLORMAP_TURBO)
+            colours = np.asarray(bgr, np.uint8)[..., ::-1]
         tile[mask] = (tile[mask].astype(np.uint16) + colours[mask]) // 2
         return
     limit = 20 * max(tile.shape)
@@ -345,25 +359,6 @@ def _draw_value(tile: NDArray[np.uint8], channel: Channel, value: Any) -> None:
                 lineType=cv2.LINE_AA,
                 shift=4,
             )
-
-
-def _coloured(raster: NDArray[Any], fill: float) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
-    """Return colours (H, W, 3) of a raster and where it has values: labels by palette, numbers
-    from blue to red.
-    """
-    if raster.ndim == 3:
-        return raster.astype(np.uint8), np.ones(raster.shape[:2], bool)
-    mask = np.isfinite(raster) & (raster != fill)
-    if raster.dtype.kind != "f":
-        return np.array(_PALETTE, np.uint8)[raster.astype(np.int64) % len(_PALETTE)], mask
-    values = raster[mask].astype(np.float64)
-    low, high = (float(values.min()), float(values.max())) if values.size else (0.0, 1.0)
-    share = np.where(mask, (raster - low) / max(high - low, 1e-9), 0.0)
-    coloured = np.asarray(
-        cv2.applyColorMap((share * 255).astype(np.uint8), cv2.COLORMAP_TURBO),
-        np.uint8,
-    )
-    return coloured[..., ::-1], mask
 
 
 def _groups(value: Any, channel: Channel, role: str) -> Iterator[NDArray[np.float64]]:

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
+from fuelrail.loaders.witness.judge import Tail  # noqa: TC001 - msgspec reads it
 from fuelrail.loaders.witness.witness import check_records, compare_records
-from fuelrail.pipeline.cli import (
-    Command,
-    PrintOptions,
-    add_flags,
-    from_flags,
-    print_json,
-)
+from fuelrail.pipeline.cli import Command, PrintOptions, add_flags, from_flags, print_json
 from fuelrail.pipeline.settings import NotNegative, flag
 from fuelrail.pipeline.text import text_of
 
@@ -24,7 +19,7 @@ class CheckOptions(PrintOptions, frozen=True, kw_only=True):
 
     expected: Annotated[NotNegative | None, flag("rows of an epoch (default: not known)")] = None
     tail: Annotated[
-        Literal["exact", "pad", "drop", "repeat"] | None,
+        Tail | None,
         flag("what may happen to rows that fill no batch (default: ranks may fill it up)"),
     ] = None
 
@@ -35,24 +30,16 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     check.add_argument("folder", metavar="FOLDER", help="what `fr.witness(folder=...)` wrote")
     add_flags(check, CheckOptions)
     diff = words.add_parser("diff", help="compare the records of two runs: rows and steps")
-    diff.add_argument(
-        "folder",
-        metavar="FOLDER",
-        help="records of a run, such as a resumed one",
-    )
-    diff.add_argument(
-        "other",
-        metavar="OTHER",
-        help="records of another, such as an unbroken one",
-    )
+    diff.add_argument("folder", metavar="FOLDER", help="records of a run, such as a resumed one")
+    diff.add_argument("other", metavar="OTHER", help="records of another, such as an unbroken one")
     add_flags(diff, PrintOptions)
 
 
 def _run(args: argparse.Namespace) -> int:
     if args.word == "diff":
         lines = compare_records(args.folder, args.other)
-        said = text_of(lines) or "each epoch has the same rows at the same steps"
-        print_json(lines) if from_flags(args, PrintOptions).json else print(said)  # noqa: T201
+        text = text_of(lines) or "each epoch has the same rows at the same steps"
+        print_json(lines) if from_flags(args, PrintOptions).json else print(text)  # noqa: T201
         return int(bool(lines))
     options = from_flags(args, CheckOptions)
     reports = check_records(args.folder, expected=options.expected, tail=options.tail)

@@ -1,24 +1,19 @@
-"""Whether ranks saw what they should in an epoch: each row once, as many batches, equal groups."""
+"""Judge whether ranks saw what they should in an epoch: each row once, as many batches, equal groups."""
 
 from __future__ import annotations
 
+import copy
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
-from fuelrail.loaders.witness.record import Epoch, add_sums, merge_epochs
+from fuelrail.loaders.witness.record import Epoch, add_sums, add_tables, merge_epochs
 from fuelrail.loaders.witness.rows import id_rows, row_names
-from fuelrail.loaders.witness.sketch import (
-    ALL,
-    LARGE,
-    SAMPLE_ROWS,
-    CountedRows,
-    Surplus,
-    Table,
-)
+from fuelrail.loaders.witness.sketch import ALL, LARGE, SAMPLE_ROWS, Surplus, Table
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.text import Printed, text_of
 
@@ -26,13 +21,8 @@ Tail: TypeAlias = Literal["exact", "pad", "drop", "repeat"]
 Content: TypeAlias = Literal["equal", "random"]
 
 MAX_NAMED: Final = 1000
-_CHUNK: Final = 1 << 18
+_CHUNK: Final = 1 << 12
 _SHOWN: Final = 5
-_SAID: Final = {
-    "missing": "never came",
-    "repeated": "came again",
-    "unexpected": "should not be there",
-}
 
 
 class Fault(msgspec.Struct, frozen=True):
@@ -99,23 +89,22 @@ class Expected(NamedTuple):
     """The rows that an epoch should have.
 
     Attributes:
-        record: of an epoch with these rows; without a table where only their number is known.
+        record: of an epoch with these rows; without a table where only their number is known; None
+            where that is not known.
         ids: the rows' ids, where they were listed.
     """
 
-    record: Epoch
+    record: Epoch | None = None
     ids: Sequence[Any] | None = None
 
 
-def expect(value: Any, kind: str | None) -> Expected | None:
+def expect(value: Any, kind: str | None) -> Expected:
     """Return what an epoch should have: from a number of rows, a list of ids, or an epoch's record.
 
     A number stands for the integers below it where ids are integers, else for a count alone.
     Raises ConfigError.
     """
-    if value is None:
-        return None
-    if isinstance(value, Epoch):
+    if value is None or isinstance(value, Epoch):
         return Expected(value)
     ids = value
     if isinstance(value, int | np.integer):
@@ -128,14 +117,13 @@ def expect(value: Any, kind: str | None) -> Expected | None:
     for start in range(0, len(ids), _CHUNK):
         part = ids[start : start + _CHUNK]
         rows = id_rows(np.asarray(part) if isinstance(ids, range) else part)
-        if record.kind not in (None, rows.kind):
-            raise ConfigError("expected= must be a list of integers, or of texts, not of both")
-        record.kind = rows.kind  # type: ignore[assignment]
         if record.table is None:
             record.table = Table(LARGE, has_names=rows.kind == "text")
+            record.kind = rows.kind  # type: ignore[assignment]
+        if record.kind != rows.kind:
+            raise ConfigError("expected= must be a list of integers, or of texts, not of both")
         record.table.add(rows)
-        total = rows.hashes.sum(axis=0, dtype=np.uint64)
-        record.sums = add_sums(record.sums, total.tolist())
+        record.sums = add_sums(record.sums, rows.hashes.sum(axis=0, dtype=np.uint64).tolist())
     return Expected(record, ids)
 
 
@@ -156,7 +144,7 @@ class Rules(NamedTuple):
         groups: lists of ranks that should see the same rows; None: all ranks differ.
     """
 
-    expected: Expected | None = None
+    expected: Expected = Expected()
     tail: Tail | None = None
     drops: int = 0
     pads: bool = False
@@ -174,11 +162,12 @@ def judge(records: Sequence[Epoch], rules: Rules, previous: Sequence[Epoch] = ()
         previous: those of the epoch before; may be empty.
     """
     counted = list(records)
+    groups: list[list[int]] = []
     if rules.groups is not None:
         by_rank = {record.ranks[0]: record for record in records}
-        present = [[rank for rank in group if rank in by_rank] for group in rules.groups]
-        rules = rules._replace(groups=[group for group in present if group])
-        counted = [by_rank[group[0]] for group in rules.groups or ()]
+        groups = [[rank for rank in group if rank in by_rank] for group in rules.groups]
+        groups = [group for group in groups if group]
+        counted = [by_rank[group[0]] for group in groups]
     total = merge_epochs(counted)
     total.is_complete = all(record.is_complete for record in records)
     findings: list[Fault | str] = []
@@ -186,18 +175,30 @@ def judge(records: Sequence[Epoch], rules: Rules, previous: Sequence[Epoch] = ()
     if len(kinds) > 1:
         findings.append(Fault("keys", f"ids are of several kinds: {', '.join(kinds)}"))
     else:
-        findings += _compare_ranks(records, counted, rules, is_complete=total.is_complete)
+        findings += _compare_ranks(records, counted, groups)
         if rules.tail != "repeat":
             findings += _compare_rows(counted, total, rules)
-        findings += _compare_orders(records, previous, rules)
+        sequences = {(record.ranks[0], record.sequence) for record in previous}
+        ranks = sorted(
+            record.ranks[0]
+            for record in records
+            if record.is_complete and record.rows > 1
+            if (record.ranks[0], record.sequence) in sequences
+        )
+        if ranks:
+            text = f"{_ranks_text(ranks)} saw the rows in the same order as in epoch "
+            text += str(previous[0].epoch)
+            if rules.shuffles:
+                text += ": call set_epoch(epoch) on the sampler before each epoch"
+            fault = Fault("same_order", text, len(ranks), ranks=ranks)
+            findings.append(fault if rules.shuffles else text)
         if rules.content is not None:
-            before = merge_epochs(previous).sample if previous else CountedRows()
-            findings += _compare_contents(total, before, rules.content)
-            findings += _compare_noise(counted, total) if rules.content == "random" else []
+            findings += _compare_contents(counted, total, previous, rules.content)
+    expected = rules.expected.record
     return WitnessReport(
         epoch=total.epoch,
         rows=total.rows,
-        expected=None if rules.expected is None else rules.expected.record.rows,
+        expected=None if expected is None else expected.rows,
         ranks=len(records),
         batches=[record.batches[0] for record in records],
         is_complete=total.is_complete,
@@ -207,238 +208,193 @@ def judge(records: Sequence[Epoch], rules: Rules, previous: Sequence[Epoch] = ()
 
 
 def _compare_ranks(
-    records: Sequence[Epoch],
-    counted: Sequence[Epoch],
-    rules: Rules,
-    *,
-    is_complete: bool,
+    records: Sequence[Epoch], counted: Sequence[Epoch], groups: Sequence[Sequence[int]]
 ) -> Iterator[Fault]:
     """Find groups whose ranks differ, ranks of another number of batches, ranks that are equal."""
     sequences = {record.ranks[0]: record.sequence for record in records}
-    for group in rules.groups or ():
-        usual = Counter(sequences[rank] for rank in group).most_common(1)[0][0]
+    for group in groups:
+        ((usual, _),) = Counter(sequences[rank] for rank in group).most_common(1)
         ranks = sorted(rank for rank in group if sequences[rank] != usual)
         if ranks:
             text = (
                 f"{_ranks_text(group)} should see the same rows in the same order, and "
                 f"{_ranks_text(ranks)} saw others"
             )
-            yield Fault("different_rows", text, count=len(ranks), ranks=ranks)
-    batches = {record.ranks[0]: record.batches[0] for record in counted}
-    usual_count = Counter(batches.values()).most_common(1)[0][0]
-    ranks = sorted(rank for rank, count in batches.items() if count != usual_count)
-    if ranks and is_complete:
-        shown = ", ".join(f"{batches[rank]:,} on rank {rank}" for rank in ranks[:_SHOWN])
-        text = f"ranks have another number of batches: {usual_count:,} on most, {shown}"
-        yield Fault("uneven", text, count=len(ranks), ranks=ranks)
+            yield Fault("different_rows", text, len(ranks), ranks=ranks)
+    if all(record.is_complete for record in records):
+        batches = {record.ranks[0]: record.batches[0] for record in counted}
+        ((count, _),) = Counter(batches.values()).most_common(1)
+        ranks = sorted(rank for rank in batches if batches[rank] != count)
+        if ranks:
+            shown = ", ".join(f"{batches[rank]:,} on rank {rank}" for rank in ranks[:_SHOWN])
+            text = f"ranks have another number of batches: {count:,} on most, {shown}"
+            yield Fault("uneven", text, len(ranks), ranks=ranks)
     by_sums = defaultdict(list)
     for record in counted:
         if record.own_rows == record.rows > 1:
             by_sums[record.sums].append(record)
     for equal in by_sums.values():
-        if len(equal) > 1:
-            ranks = sorted(record.ranks[0] for record in equal)
-            sample = equal[0].sample.rows
-            names = row_names(equal[0].kind, sample["hash"], sample["name"])
-            text = (
-                f"{_ranks_text(ranks)} saw the same {equal[0].rows:,} rows, and should share "
-                "them out: the sampler or the shards do not depend on the rank"
-            )
-            yield Fault(
-                "same_rows",
-                text,
-                equal[0].rows,
-                rows=names[:MAX_NAMED],
-                ranks=ranks,
-            )
+        if len(equal) == 1:
+            continue
+        ranks = sorted(record.ranks[0] for record in equal)
+        sample = equal[0].sample.rows
+        names = row_names(equal[0].kind, sample["hash"], sample["name"])
+        text = (
+            f"{_ranks_text(ranks)} saw the same {equal[0].rows:,} rows, and should share "
+            "them out: the sampler or the shards do not depend on the rank"
+        )
+        yield Fault("same_rows", text, equal[0].rows, rows=names[:MAX_NAMED], ranks=ranks)
 
 
 def _compare_rows(counted: Sequence[Epoch], total: Epoch, rules: Rules) -> Iterator[Fault | str]:
     """Find rows that came twice or never."""
-    expected = None if rules.expected is None else rules.expected.record
     if not total.is_known:
         yield "only one rank's part of the epoch is known from before the resume"
         return
+    expected = rules.expected.record
+    ids = rules.expected.ids
     has_ids = expected is not None and (expected.table or expected.before) is not None
-    if expected is not None and has_ids and total.kind not in (None, expected.kind):
-        yield Fault(
-            "keys",
-            f"ids are of kind {total.kind}, and those of expected= of {expected.kind}: give key=",
-        )
-        return
+    kind = total.kind
+    if expected is not None and has_ids:
+        kind = expected.kind
+        if total.kind not in (None, kind):
+            text = f"ids are of kind {total.kind}, and those of expected= of {kind}: give key="
+            yield Fault("keys", text)
+            return
     if expected is not None and has_ids and total.is_complete:
         if (total.rows, total.sums) == (expected.rows, expected.sums):
             return
-        surplus, error = _subtract(total, expected)
+        table = total.table
+        reference = expected.table
+        if total.before or expected.before or reference is None:
+            table = total.fold()
+            reference = expected.fold()
+        difference = copy.deepcopy(reference)
+        difference.cells *= -1
+        add_tables(difference, table)
+        surplus = difference.surplus()
         net = total.rows - expected.rows
-        repeated = int(surplus.times[surplus.times > 0].sum()) if surplus.is_whole else max(net, 0)
-        if not surplus.is_whole and surplus.estimate - abs(net) > error:
+        error = 2.5 * surplus.estimate * (2 / difference.cells[:, :, 0].size) ** 0.5
+        repeated = max(net, 0)
+        if surplus.is_whole:
+            repeated = int(surplus.times[surplus.times > 0].sum())
+        elif surplus.estimate - abs(net) > error:
             repeated = max((surplus.estimate + net) // 2, repeated)
         missing = repeated - net
     else:
-        surplus = _count_sample(total)
-        repeated = surplus.estimate
+        # By the sample: rows that came again.
+        sample = total.sample.rows
+        repeats = sample[sample["count"] > 1]
+        times = repeats["count"] - 1
+        repeated = int(times.sum())
+        is_whole = total.sample.limit == ALL
+        if not is_whole:
+            repeated = round(repeated / max(int(sample["count"].sum()), 1) * total.rows)
+        surplus = Surplus(
+            hashes=repeats["hash"],
+            names=repeats["name"],
+            times=times,
+            is_whole=is_whole,
+            estimate=repeated,
+        )
         missing = 0
-        if expected is not None and total.is_complete and (surplus.is_whole or not repeated):
+        if expected is not None and total.is_complete and (is_whole or not repeated):
             missing = expected.rows - total.rows + repeated
-    kind = total.kind or (expected.kind if expected is not None else None)
     names = row_names(kind, surplus.hashes, surplus.names)
     is_more = surplus.times > 0
     is_listed = np.ones(len(names), bool)
-    ids = None if rules.expected is None else rules.expected.ids
     if isinstance(ids, range):
         is_listed = np.array([name in ids for name in names], bool)
     elif ids is not None and len(names):
         hashes = id_rows(ids).hashes[:, 0]
         is_listed = np.isin(surplus.hashes, hashes)
-        places = np.flatnonzero(np.isin(hashes, surplus.hashes)).tolist()
-        texts = {int(hashes[place]): str(ids[place]) for place in places if kind == "text"}
-        pairs = zip(surplus.hashes.tolist(), names, strict=True)
-        names = [texts.get(digest, name) for digest, name in pairs]
+        if kind == "text":  # of which the table has no more than their ends
+            places = np.flatnonzero(np.isin(hashes, surplus.hashes)).tolist()
+            texts = {int(hashes[place]): str(ids[place]) for place in places}
+            pairs = zip(surplus.hashes.tolist(), names, strict=True)
+            names = [texts.get(digest, name) for digest, name in pairs]
     foreign = int(surplus.times[is_more & ~is_listed].sum())
     repeated -= foreign
     foreign += max(-missing, 0)
     missing = max(missing, 0)
-    masks = {
-        "missing": surplus.times < 0,
-        "repeated": is_more & is_listed,
-        "unexpected": is_more & ~is_listed,
-    }
-    rows = {
-        fault: [names[place] for place in np.flatnonzero(mask)] for fault, mask in masks.items()
-    }
-    size = total.rows - repeated + missing
-    if not foreign and _may_be_padding(counted, total, rules, surplus, size):
-        yield f"{_rows_text(rows['repeated'], repeated)} came again to fill the last batch"
+    # torch's DistributedSampler fills up to a multiple of the ranks, others to a whole global batch;
+    # all ranks then have as many rows.
+    ranks = len(counted)
+    batch = max(ranks * total.largest_batch, 1)
+    may_pad = rules.tail == "pad" or (rules.tail is None and (ranks > 1 or rules.pads))
+    is_even = len({record.own_rows for record in counted}) == 1
+    padding = int(surplus.times[is_more].sum())
+    if surplus.is_whole:
+        size = total.rows - repeated + missing
+        fits = padding in (-size % ranks, -size % batch)
+    else:  # as many rows of a sample as a batch may have
+        fits = padding <= 4 + 4 * batch * SAMPLE_ROWS / max(total.rows, 1)
+    if may_pad and is_even and total.is_complete and padding and fits and not foreign:
+        text = _rows_text(_named(names, is_more), repeated)
+        yield f"{text} came again to fill the last batch"
         repeated = 0
     drops = 0
     if rules.tail == "drop" or (rules.drops and rules.tail is None):
         drops = max(rules.drops, total.largest_batch)
-    if missing <= len(counted) * drops and missing > 0 == repeated == foreign:
-        yield f"{_rows_text(rows['missing'], missing)} did not fill a batch and were left out"
+    if missing <= ranks * drops and missing > 0 == repeated == foreign:
+        text = _rows_text(_named(names, surplus.times < 0), missing)
+        yield f"{text} did not fill a batch and were left out"
         return
-    counts = {"missing": missing, "repeated": repeated, "unexpected": foreign}
-    for fault, count in counts.items():
+    for fault, text, count, mask in (
+        ("missing", "never came", missing, surplus.times < 0),
+        ("repeated", "came again", repeated, is_more & is_listed),
+        ("unexpected", "should not be there", foreign, is_more & ~is_listed),
+    ):
         if not count:
             continue
-        hashes = surplus.hashes[masks[fault]]
-        ranks = [
-            item.ranks[0] for item in counted if np.isin(item.sample.rows["hash"], hashes).any()
-        ]
-        about = "" if surplus.is_whole else "about "
-        text = f"{about}{_rows_text(rows[fault], count)} {_SAID[fault]}"
-        text += f", on {_ranks_text(ranks)}" if ranks else ""
+        rows = _named(names, mask)
+        hashes = surplus.hashes[mask]
+        samples = ((record.ranks[0], record.sample.rows["hash"]) for record in counted)
+        seen_by = [rank for rank, sample in samples if np.isin(sample, hashes).any()]
+        text = f"{'' if surplus.is_whole else 'about '}{_rows_text(rows, count)} {text}"
+        text += f", on {_ranks_text(seen_by)}" if seen_by else ""
         if fault == "repeated" and count >= total.rows - total.own_rows > 0:
             text += "; as many came before the resume, so it may have started over"
-        yield Fault(fault, text, count=count, rows=rows[fault][:MAX_NAMED], ranks=ranks)
+        yield Fault(fault, text, count, rows=rows[:MAX_NAMED], ranks=seen_by)
 
 
-def _subtract(total: Epoch, expected: Epoch) -> tuple[Surplus, float]:
-    """Compare an epoch with the rows that are expected, by their tables; return the error of an
-    estimate too.
+def _compare_contents(
+    counted: Sequence[Epoch], total: Epoch, previous: Sequence[Epoch], content: Content
+) -> Iterator[Fault]:
+    """Compare contents of the rows in the samples, within the epoch and with the one before; find
+    rows that have random numbers in common.
     """
-    tables = [expected.table, total.table]
-    if total.before or expected.before or expected.table is None:
-        tables = [expected.fold(), total.fold()]
-    difference = Table(1)
-    difference.cells = -tables[0].cells if tables[0] is not None else difference.cells
-    if tables[1] is not None:
-        difference.cells += tables[1].cells
-    surplus = difference.surplus()
-    return surplus, 2.5 * surplus.estimate * (2 / difference.cells[:, :, 0].size) ** 0.5
-
-
-def _count_sample(total: Epoch) -> Surplus:
-    """Find rows that came again by the samples of all ranks, where no list of rows is known."""
-    sample = total.sample
-    rows = sample.rows[sample.rows["count"] > 1]
-    times = rows["count"] - 1
-    repeated = int(times.sum())
-    if sample.limit < ALL:
-        share = repeated / max(int(sample.rows["count"].sum()), 1)
-        repeated = round(share * total.rows)
-    is_whole = sample.limit == ALL
-    return Surplus(rows["hash"], rows["name"], times, is_whole=is_whole, estimate=repeated)
-
-
-def _may_be_padding(
-    counted: Sequence[Epoch],
-    total: Epoch,
-    rules: Rules,
-    surplus: Surplus,
-    size: int,
-) -> bool:
-    """Return whether rows that came again are those that make ranks or batches equally long.
-
-    torch's DistributedSampler fills up to a multiple of the ranks, others to a whole global batch;
-    all ranks then have as many rows. ``size``: number of different rows, with those that are missing.
-    """
-    ranks = len(counted)
-    repeated = int(surplus.times[surplus.times > 0].sum())
-    is_allowed = rules.tail == "pad" or (rules.tail is None and (ranks > 1 or rules.pads))
-    is_even = len({record.own_rows for record in counted}) == 1
-    if not (repeated and is_allowed and is_even and total.is_complete):
-        return False
-    batch = max(ranks * total.largest_batch, 1)
-    if surplus.is_whole:
-        return repeated in (-size % ranks, -size % batch)
-    # By as many rows of a sample as a batch may have.
-    return repeated <= 4 + 4 * batch * SAMPLE_ROWS / max(total.rows, 1)
-
-
-def _compare_orders(
-    records: Sequence[Epoch], previous: Sequence[Epoch], rules: Rules
-) -> Iterator[Fault | str]:
-    before = {record.ranks[0]: record.sequence for record in previous}
-    ranks = sorted(
-        record.ranks[0]
-        for record in records
-        if record.is_complete and record.rows > 1 and before.get(record.ranks[0]) == record.sequence
-    )
-    if ranks:
-        text = (
-            f"{_ranks_text(ranks)} saw the rows in the same order as in epoch {previous[0].epoch}"
-        )
-        if rules.shuffles:
-            text += ": call set_epoch(epoch) on the sampler before each epoch"
-        yield (Fault("same_order", text, len(ranks), ranks=ranks) if rules.shuffles else text)
-
-
-def _compare_contents(total: Epoch, before: CountedRows, content: Content) -> Iterator[Fault]:
-    """Compare contents of the rows in the samples, within the epoch and with the one before."""
-    rows = total.sample.rows
-    _, here, there = np.intersect1d(rows["hash"], before.rows["hash"], return_indices=True)
-    is_alike = rows["digest"][here] == before.rows["digest"][there]
+    sample = total.sample.rows
+    before = merge_epochs(previous).sample.rows if previous else sample[:0]
+    _, rows, earlier = np.intersect1d(sample["hash"], before["hash"], return_indices=True)
+    is_alike = sample["digest"][rows] == before["digest"][earlier]
     if content == "equal":
         kind = "content"
-        is_wrong = (rows["count"] > 1) & (rows["alike"] < rows["count"] - 1)
-        is_wrong[here[~is_alike]] = True
-        said = "changed under the same id"
+        is_wrong = (sample["count"] > 1) & (sample["alike"] < sample["count"] - 1)
+        is_wrong[rows[~is_alike]] = True
+        text = "changed under the same id"
     else:
         kind = "same_content"
-        is_wrong = rows["alike"] > 0
-        is_wrong[here[is_alike]] = True
-        said = "should be random and is the same as before: augmentation repeats"
+        is_wrong = sample["alike"] > 0
+        is_wrong[rows[is_alike]] = True
+        text = "should be random and is the same as before: augmentation repeats"
     if is_wrong.any():
-        names = row_names(total.kind, rows["hash"][is_wrong], rows["name"][is_wrong])
-        text = f"the content of {_rows_text(names, len(names))} {said}"
+        names = row_names(total.kind, sample["hash"][is_wrong], sample["name"][is_wrong])
+        text = f"the content of {_rows_text(names, len(names))} {text}"
         yield Fault(kind, text, len(names), names[:MAX_NAMED])
-
-
-def _compare_noise(counted: Sequence[Epoch], total: Epoch) -> Iterator[Fault]:
-    """Find rows that have random numbers in common."""
+    if content == "equal":
+        return
     by_entry: dict[str, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
     for record in counted:
         for name, digests in record.noise.items():
             for identity, digest in digests.items():
                 by_entry[name][digest].add(identity)
     for name, identities in by_entry.items():
-        shared = set().union(*(rows for rows in identities.values() if len(rows) > 1))
+        shared = set().union(*(group for group in identities.values() if len(group) > 1))
         if not shared:
             continue
-        rows = total.sample.rows
-        rows = rows[[identity in shared for identity in rows["hash"].tolist()]]
-        names = row_names(total.kind, rows["hash"], rows["name"])
+        is_shared = [identity in shared for identity in sample["hash"].tolist()]
+        names = row_names(total.kind, sample["hash"][is_shared], sample["name"][is_shared])
         text = (
             f"{_rows_text(names, len(shared))} have the same random numbers in entry '{name}' as "
             "other rows: each worker and rank needs a seed of its own"
@@ -446,16 +402,18 @@ def _compare_noise(counted: Sequence[Epoch], total: Epoch) -> Iterator[Fault]:
         yield Fault("shared_noise", text, len(shared), names[:MAX_NAMED])
 
 
+def _named(names: Sequence[int | str], mask: NDArray[np.bool_]) -> list[int | str]:
+    return [names[place] for place in np.flatnonzero(mask)]
+
+
 def _ranks_text(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
     shown = ", ".join(map(str, ranks[:_SHOWN]))
-    return f"ranks {shown}{' and more' if len(ranks) > _SHOWN else ''}"
+    more = " and more" if len(ranks) > _SHOWN else ""
+    return f"rank{'s' * (len(ranks) != 1)} {shown}{more}"
 
 
 def _rows_text(names: Sequence[int | str], count: int) -> str:
-    if not names:
-        return f"{count:,} row{'s' if count != 1 else ''}"
+    text = f"{count:,} row{'s' * (count != 1)}"
     shown = ", ".join(map(str, names[:_SHOWN]))
     more = ", ..." if len(names) > _SHOWN else ""
-    return f"{count:,} row{'s' if count != 1 else ''} ({shown}{more})"
+    return f"{text} ({shown}{more})" if names else text

@@ -5,17 +5,15 @@ from __future__ import annotations
 import base64
 import copy
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
 import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
 from fuelrail.loaders.witness.rows import (
-    Hashes,
     Rows,
     digest_row,
     mix,
@@ -40,7 +38,6 @@ VERSION: Final = 1
 _STEPS_AN_OCTAVE: Final = 8
 _MIN_VALUES: Final = 4  # of an entry that is compared as noise
 _MAX_BYTES: Final = 4 << 20
-
 
 Number = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 
@@ -92,13 +89,14 @@ class Epoch(msgspec.Struct, forbid_unknown_fields=True):
 
     def add(self, batch: object, rows: Rows, *, has_contents: bool) -> None:
         """Count a batch's rows; with digests of what rows of the sample hold."""
-        hashes = rows.hashes
-        if self.kind not in (None, rows.kind) and len(hashes):
+        hashes = rows.hashes[:, 0]
+        count = len(hashes)
+        if count and self.kind not in (None, rows.kind):
             raise ConfigError(
                 f"the witness has ids that are {rows.kind} in one batch and {self.kind} in those "
                 "before: give key=, a function of a batch to its rows' ids"
             )
-        if self.table is None and len(hashes):
+        if count and self.table is None:
             self.table = Table(LARGE, has_names=rows.kind == "text")
             self.kind = rows.kind  # type: ignore[assignment]
         if self.table is not None:
@@ -106,41 +104,39 @@ class Epoch(msgspec.Struct, forbid_unknown_fields=True):
         place = place_of(self.batches[0])
         self.steps += [0] * (place + 1 - len(self.steps))
         step = mix(np.array(self.batches, np.uint64))
-        self.steps[place] = (self.steps[place] + _total(mix(hashes[:, 0] ^ step))) % 2**64
-        self.sums = add_sums(self.sums, (_total(hashes[:, 0]), _total(hashes[:, 1])))
-        previous = f"{self.sequence}:{len(hashes)}:".encode()
-        self.sequence = xxhash.xxh3_128_hexdigest(previous + hashes.tobytes())
-        self.rows += len(hashes)
-        self.own_rows += len(hashes)
+        total = int(mix(hashes ^ step).sum(dtype=np.uint64))
+        self.steps[place] = (self.steps[place] + total) % 2**64
+        self.sums = add_sums(self.sums, rows.hashes.sum(axis=0, dtype=np.uint64).tolist())
+        previous = f"{self.sequence}:{count}:".encode()
+        self.sequence = xxhash.xxh3_128_hexdigest(previous + rows.hashes.tobytes())
+        self.rows += count
+        self.own_rows += count
         self.batches[0] += 1
-        self.largest_batch = max(self.largest_batch, len(hashes))
-        chosen = self.sample.select(hashes[:, 0])
-        if len(chosen):
-            digests = np.zeros(len(chosen), np.uint64)
-            if has_contents:
-                digests = self._digest(batch, rows, chosen)
-            self.sample.add(rows, chosen, digests)
+        self.largest_batch = max(self.largest_batch, count)
+        chosen = self.sample.select(hashes)
+        if not len(chosen):
+            return
+        digests = np.zeros(len(chosen), np.uint64)
+        if has_contents:
+            columns = read_columns(batch)
+            known = set(self.sample.rows["hash"].tolist())
+            for number, row in enumerate(chosen.tolist()):
+                parts = read_row(columns, row, count)
+                digests[number] = digest_row(parts) or 0
+                identity = int(hashes[row])
+                if identity not in known:
+                    self._note_noise(identity, parts)
+        self.sample.add(rows, chosen, digests)
 
-    def _digest(self, batch: object, rows: Rows, chosen: NDArray[np.int64]) -> Hashes:
-        """Return digests of rows' contents, and keep those of entries that may be random numbers:
-        floats that are not all equal.
-        """
-        columns = read_columns(batch)
-        count = len(rows.hashes)
-        known = set(self.sample.rows["hash"].tolist())
-        for row in chosen.tolist():
-            identity = int(rows.hashes[row, 0])
-            if identity in known:
+    def _note_noise(self, identity: int, parts: Mapping[str, Any]) -> None:
+        """Keep digests of a row's entries that may be random numbers: floats, not all equal."""
+        for name, value in parts.items():
+            is_float = isinstance(value, np.ndarray) and value.dtype.kind == "f"
+            if not is_float or value.size < _MIN_VALUES:
                 continue
-            for name, value in read_row(columns, row, count).items():
-                values = value.reshape(-1) if isinstance(value, np.ndarray) else np.empty(0)
-                if values.dtype.kind != "f" or len(values) < _MIN_VALUES:
-                    continue
-                digests = self.noise.setdefault(name, {})
-                if len(digests) < SAMPLE_ROWS and (values != values[0]).any():
-                    digests[identity] = xxhash.xxh3_64_intdigest(values.tobytes())
-        contents = [digest_row(columns, row, count) or 0 for row in chosen.tolist()]
-        return np.array(contents, np.uint64)
+            digests = self.noise.setdefault(name, {})
+            if len(digests) < SAMPLE_ROWS and (value != value.flat[0]).any():
+                digests[identity] = xxhash.xxh3_64_intdigest(value.tobytes())
 
     def fold(self) -> Table:
         """Return a small table of all rows of the epoch."""
@@ -171,15 +167,20 @@ def step_of(place: int) -> int:
 
 def add_sums(first: Sequence[int], second: Sequence[int]) -> Any:
     """Return sums of two multisets' hashes, modulo 2^64 each, as the type of the first."""
-    pairs = zip_longest(first, second, fillvalue=0)
-    return type(first)(sum(pair) % 2**64 for pair in pairs)  # type: ignore[call-arg]
+    kind: Any = type(first)
+    return kind(sum(pair) % 2**64 for pair in zip_longest(first, second, fillvalue=0))
+
+
+def find_kind(records: Sequence[Epoch]) -> str | None:
+    """Return what the ids of these records' rows are; None where they have no rows."""
+    return next((record.kind for record in records if record.kind is not None), None)
 
 
 def merge_epochs(records: Sequence[Epoch]) -> Epoch:
     """Return one record of what several ranks saw in the same epoch."""
     merged = copy.deepcopy(records[0])
-    merged.sequence = records[0].sequence if len(records) == 1 else ""
     for record in records[1:]:
+        merged.sequence = ""
         merged.ranks += record.ranks
         merged.batches += record.batches
         merged.kind = merged.kind or record.kind
@@ -207,7 +208,13 @@ def add_tables(first: Table | None, second: Table | None) -> Table | None:
 
 def encode_record(record: Epoch) -> dict[str, Any]:
     """Return a record as plain values."""
-    plain: dict[str, Any] = msgspec.to_builtins(record, enc_hook=_encode, str_keys=True)
+
+    def encode(value: Table | CountedRows) -> str:
+        array = value.cells if isinstance(value, Table) else value.rows
+        packed = base64.b64encode(zlib.compress(array.tobytes(), 1)).decode()
+        return packed if isinstance(value, Table) else f"{value.limit}:{packed}"
+
+    plain: dict[str, Any] = msgspec.to_builtins(record, enc_hook=encode, str_keys=True)
     return plain
 
 
@@ -228,13 +235,12 @@ def decode_record(value: object, where: str) -> Epoch:
     except msgspec.ValidationError as error:
         fault = find_fault(error, plain, Epoch)
         raise LedgerError(f"{where} is not a witness's record: {fault}") from error
-    shapes = [
-        Table(LARGE, has_names=record.kind == "text").cells.shape,
-        Table(SMALL).cells.shape,
-    ]
-    for table, shape in zip((record.table, record.before), shapes, strict=True):
-        if table is not None and table.cells.shape != shape:
-            raise LedgerError(f"{where} has a table of {table.cells.size} numbers, not of {shape}")
+    large = Table(LARGE, has_names=record.kind == "text")
+    for table, usual in ((record.table, large), (record.before, Table(SMALL))):
+        if table is not None and table.cells.shape != usual.cells.shape:
+            raise LedgerError(
+                f"{where} has a table of {table.cells.size} numbers, not of {usual.cells.size}"
+            )
     if len(record.ranks) != len(record.batches) or max(record.ranks) >= record.world:
         raise LedgerError(
             f"{where} has {len(record.batches)} numbers of batches for {len(record.ranks)} of "
@@ -243,37 +249,27 @@ def decode_record(value: object, where: str) -> Epoch:
     return record
 
 
-def _encode(value: Any) -> str:
-    array = value.cells if isinstance(value, Table) else value.rows
-    packed = base64.b64encode(zlib.compress(array.tobytes(), 1)).decode()
-    return packed if isinstance(value, Table) else f"{value.limit}:{packed}"
-
-
 def _decode(kind: type, value: Any) -> Table | CountedRows:
     """Return a table or a sample from its text; a ValueError becomes msgspec's with the place."""
     if not isinstance(value, str):
         raise ValueError(f"must be text; got {type(value).__name__}")  # noqa: TRY004 - see above
     limit, _, packed = value.rpartition(":")
     try:
-        unpacker = zlib.decompressobj()
-        data = unpacker.decompress(base64.b64decode(packed, validate=True), _MAX_BYTES)
+        compressed = base64.b64decode(packed, validate=True)
+        data = zlib.decompressobj().decompress(compressed, _MAX_BYTES)
     except (ValueError, zlib.error) as error:
         raise ValueError(f"must be base64 of zlib; got {shortened(value, 40)!r}") from error
     if kind is Table:
-        for size, has_names in ((LARGE, False), (LARGE, True), (SMALL, False)):
-            table = Table(size, has_names=has_names)
+        for table in (Table(LARGE), Table(LARGE, has_names=True), Table(SMALL)):
             if len(data) == table.cells.nbytes:
-                table.cells = np.frombuffer(data, np.int64).reshape(table.cells.shape).copy()
+                table.cells.reshape(-1)[:] = np.frombuffer(data, np.int64)
                 return table
         raise ValueError(f"must be a table's numbers; got {len(data)} bytes")
     if len(data) % ROW.itemsize or not limit.isascii() or not limit.isdigit():
         raise ValueError(f"must be a limit and a sample's rows; got {shortened(value, 40)!r}")
     rows = np.frombuffer(data, ROW).copy()
-    is_sorted = bool((rows["hash"][1:] > rows["hash"][:-1]).all()) and (rows["count"] > 0).all()
-    if not is_sorted or len(limit) > 20 or int(limit) > ALL or len(rows) > SAMPLE_ROWS:
+    is_sample = len(rows) <= SAMPLE_ROWS and len(limit) <= 20 and int(limit) <= ALL
+    is_sorted = (rows["hash"][1:] > rows["hash"][:-1]).all()
+    if not (is_sample and is_sorted and (rows["count"] > 0).all()):
         raise ValueError(f"must be at most {SAMPLE_ROWS} rows in order, each of a count above 0")
     return CountedRows(rows, int(limit))
-
-
-def _total(hashes: Hashes) -> int:
-    return int(hashes.sum(dtype=np.uint64))

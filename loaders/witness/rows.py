@@ -25,22 +25,13 @@ NAME_BYTES: Final = 64
 """Bytes of a text's name that are kept; the middle of a longer text is left out."""
 
 ID_ENTRIES: Final = (
-    *(
-        "sample_key",
-        "__key__",
-        "index",
-        "idx",
-        "id",
-        "ids",
-        "sample_idx",
-        "sample_index",
-    ),
+    *("sample_key", "__key__", "index", "idx", "id", "ids", "sample_idx", "sample_index"),
     *("sample_id", "image_id", "row", "key", "uid"),
 )
 """Entries of a batch that are taken for its rows' ids, where no key is given; the first one that
 holds integers, texts or bytes."""
 
-_SEED: Final = 0x6675656C
+_SEED: Final = np.uint64(0x6675656C)
 _SECOND: Final = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -85,9 +76,7 @@ def unmix(mixed: Hashes) -> Hashes:
 def integer_rows(ids: NDArray[Any]) -> Rows:
     """Return the rows of ids that are integers of at most 64 bits."""
     numbers = ids.astype(np.int64, copy=False).view(np.uint64)
-    first = mix(numbers + np.uint64(_SEED))
-    hashes = np.stack([first, mix(first + _SECOND)], axis=1)
-    return Rows("integer", hashes, np.zeros(len(ids), f"S{NAME_BYTES}"))
+    return _widened("integer", mix(numbers + _SEED))
 
 
 def text_rows(ids: Sequence[str | bytes]) -> Rows:
@@ -95,14 +84,20 @@ def text_rows(ids: Sequence[str | bytes]) -> Rows:
     hashes = np.empty((len(ids), 2), np.uint64)
     names = []
     for row, identity in enumerate(ids):
-        encoded = identity.encode(errors="surrogatepass") if isinstance(identity, str) else identity
-        digest = xxhash.xxh3_128_intdigest(encoded, seed=_SEED)
-        hashes[row] = digest >> 64, digest & (2**64 - 1)
-        if len(encoded) > NAME_BYTES:
+        name = identity.encode(errors="surrogatepass") if isinstance(identity, str) else identity
+        digest = xxhash.xxh3_128_intdigest(name, seed=int(_SEED))
+        hashes[row] = divmod(digest, 2**64)
+        if len(name) > NAME_BYTES:
             half = (NAME_BYTES - 3) // 2
-            encoded = encoded[:half] + b"..." + encoded[-half:]
-        names.append(encoded)
+            name = name[:half] + b"..." + name[-half:]
+        names.append(name)
     return Rows("text", hashes, np.array(names, f"S{NAME_BYTES}"))
+
+
+def _widened(kind: str, hashes: Hashes) -> Rows:
+    """Return rows without names by the first column of their hashes."""
+    both = np.stack([hashes, mix(hashes + _SECOND)], axis=1)
+    return Rows(kind, both, np.zeros(len(hashes), f"S{NAME_BYTES}"))
 
 
 def row_names(kind: str | None, hashes: Hashes, names: Names) -> list[int | str]:
@@ -111,11 +106,11 @@ def row_names(kind: str | None, hashes: Hashes, names: Names) -> list[int | str]
     ``hashes``: the first column of theirs. Texts that were not kept are shown as digests.
     """
     if kind == "integer":
-        return [int(number) for number in (unmix(hashes) - np.uint64(_SEED)).view(np.int64)]
-    return [
-        shortened(bytes(name).decode(errors="replace")) or f"digest {int(digest):016x}"
-        for digest, name in zip(hashes, names, strict=True)
-    ]
+        numbers: list[int | str] = (unmix(hashes) - _SEED).view(np.int64).tolist()
+        return numbers
+    texts = (shortened(name.decode(errors="replace")) for name in names.tolist())
+    digests = (f"digest {digest:016x}" for digest in hashes.tolist())
+    return [text or digest for text, digest in zip(texts, digests, strict=True)]
 
 
 def id_rows(ids: Any) -> Rows:
@@ -125,20 +120,21 @@ def id_rows(ids: Any) -> Rows:
     if isinstance(ids, int | str | bytes | np.generic):
         ids = [ids]
     if isinstance(ids, np.ndarray) and ids.ndim > 1:
-        rows = ids.reshape(len(ids), -1)
-        ids = rows[:, 0] if rows.shape[1] == 1 else [tuple(row) for row in rows.tolist()]
+        ids = ids.reshape(len(ids), -1)
+        ids = ids[:, 0] if ids.shape[1] == 1 else list(map(tuple, ids.tolist()))
     if isinstance(ids, np.ndarray) and ids.dtype.kind in "iu" and ids.dtype != np.uint64:
         return integer_rows(ids.reshape(-1))
-    ids = [item.item() if hasattr(item, "item") else item for item in ids]
-    wrong = [item for item in ids if not isinstance(item, int | str | bytes | tuple)]
-    if wrong:
-        raise ConfigError(
-            f"the witness has {shortened(repr(wrong[0]))} for a row's id; an id is an integer, a "
-            "text, bytes, or a tuple of these: give key=, a function of a batch to its rows' ids"
-        )
-    if all(isinstance(item, int) and -(2**63) <= item < 2**63 for item in ids):
+    ids = [identity.item() if hasattr(identity, "item") else identity for identity in ids]
+    for identity in ids:
+        if not isinstance(identity, int | str | bytes | tuple):
+            raise ConfigError(
+                f"the witness has {shortened(repr(identity))} for a row's id; an id is an integer, "
+                "a text, bytes, or a tuple of these: give key=, a function of a batch to its rows' "
+                "ids"
+            )
+    if all(isinstance(identity, int) and -(2**63) <= identity < 2**63 for identity in ids):
         return integer_rows(np.array(ids, np.int64))
-    return text_rows([item if isinstance(item, str | bytes) else str(item) for item in ids])
+    return text_rows([text if isinstance(text, str | bytes) else str(text) for text in ids])
 
 
 def read_rows(batch: object, key: Key | None) -> Rows:
@@ -156,32 +152,40 @@ def read_rows(batch: object, key: Key | None) -> Rows:
         return id_rows(key(batch))
     columns = read_columns(batch)
     for name in ID_ENTRIES:
-        if name in columns and _may_be_ids(columns[name]):
-            return id_rows(columns[name])
+        ids = columns.get(name)
+        if _is_array(ids):
+            dtype = str(ids.dtype)
+            is_id = "float" not in dtype and "bool" not in dtype
+        else:
+            first = ids[0] if isinstance(ids, list | tuple) and ids else ids
+            is_id = isinstance(first, str | bytes | tuple) or hasattr(first, "__index__")
+        if is_id:
+            return id_rows(ids)
     count = count_rows(columns)
-    digests = [digest_row(columns, row, count) for row in range(count)]
+    digests = [digest_row(read_row(columns, row, count)) for row in range(count)]
     if None in digests:
         raise ConfigError(
             f"the witness finds neither ids nor tensors in a batch of {type(batch).__name__}: "
             "give key=, a function of a batch to its rows' ids"
         )
-    hashes = np.array(digests, np.uint64).reshape(-1, 1)
-    hashes = np.concatenate([hashes, mix(hashes + _SECOND)], axis=1)
-    return Rows("content", hashes, np.zeros(len(digests), f"S{NAME_BYTES}"))
+    return _widened("content", np.array(digests, np.uint64))
 
 
 def read_columns(batch: object) -> dict[str, Any]:
     """Return a batch's entries by name, those of nested mappings with a dot between."""
     if not isinstance(batch, Mapping) and not _is_array(batch) and hasattr(batch, "__dict__"):
         batch = vars(batch)
-    if isinstance(batch, list | tuple) and any(_is_array(value) for value in batch):
+    if isinstance(batch, list | tuple) and any(map(_is_array, batch)):
         batch = dict(enumerate(batch))
     if not isinstance(batch, Mapping):
         return {"": batch}
     columns: dict[str, Any] = {}
     for name, value in batch.items():
-        inner = read_columns(value) if isinstance(value, Mapping) else {"": value}
-        columns |= {f"{name}.{entry}".rstrip("."): column for entry, column in inner.items()}
+        if isinstance(value, Mapping):
+            for entry, column in read_columns(value).items():
+                columns[f"{name}.{entry}"] = column
+        else:
+            columns[str(name)] = value
     return columns
 
 
@@ -200,10 +204,10 @@ def read_row(columns: Mapping[str, Any], row: int, count: int) -> dict[str, Any]
     Of a batch that is a row itself these are all its entries.
     """
     parts = {}
-    for name, value in columns.items():
-        is_sized = value.ndim > 0 if _is_array(value) else isinstance(value, list | tuple)
-        if is_sized and len(value) == count:
-            parts[name] = value[row]
+    for name, column in columns.items():
+        is_sized = column.ndim > 0 if _is_array(column) else isinstance(column, list | tuple)
+        if is_sized and len(column) == count:
+            parts[name] = column[row]
     if not parts and count == 1:
         parts = dict(columns)
     for name, part in parts.items():
@@ -213,28 +217,20 @@ def read_row(columns: Mapping[str, Any], row: int, count: int) -> dict[str, Any]
     return parts
 
 
-def digest_row(columns: Mapping[str, Any], row: int, count: int) -> int | None:
+def digest_row(parts: Mapping[str, Any]) -> int | None:
     """Return a 64-bit digest of a row's arrays, tensors, numbers and texts; None without such."""
-    digest = xxhash.xxh3_64(seed=_SEED)
+    digest = xxhash.xxh3_64(seed=int(_SEED))
     is_empty = True
-    for name, value in read_row(columns, row, count).items():
-        if isinstance(value, np.ndarray | np.generic):
-            content = f"{value.dtype}{value.shape}".encode() + value.tobytes()
-        elif isinstance(value, str | int | float | bytes | list | tuple | Mapping):
-            content = repr(value).encode(errors="surrogatepass")
+    for name, part in parts.items():
+        if isinstance(part, np.ndarray | np.generic):
+            content = f"{part.dtype}{part.shape}".encode() + part.tobytes()
+        elif isinstance(part, str | int | float | bytes | list | tuple | Mapping):
+            content = repr(part).encode(errors="surrogatepass")
         else:
             continue
         digest.update(f"{name}:".encode() + content)
         is_empty = False
     return None if is_empty else digest.intdigest()
-
-
-def _may_be_ids(value: Any) -> bool:
-    """Return whether an entry may hold ids: integers, texts or bytes."""
-    if _is_array(value):
-        return not str(value.dtype).removeprefix("torch.").startswith(("float", "bfloat", "bool"))
-    first = value[0] if isinstance(value, list | tuple) and value else value
-    return isinstance(first, int | str | bytes | tuple | np.integer) or hasattr(first, "__index__")
 
 
 def _is_array(value: object) -> bool:

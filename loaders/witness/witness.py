@@ -13,31 +13,25 @@ At each epoch's end the ranks compare what they saw. Rows that came twice or nev
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias, get_args
 
 import msgspec
-import numpy as np
 
-from fuelrail.loaders.witness.judge import (
-    Content,
-    Rules,
-    Tail,
-    WitnessReport,
-    expect,
-    judge,
-)
+from fuelrail.loaders.witness.judge import Content, Rules, Tail, WitnessReport, expect, judge
 from fuelrail.loaders.witness.record import (
     Epoch,
     add_tables,
     decode_record,
     encode_record,
+    find_kind,
     merge_epochs,
     step_of,
 )
@@ -50,6 +44,13 @@ from fuelrail.pipeline.storage.files import published, read_regular
 OnFault: TypeAlias = Literal["warn", "raise", "ignore"]
 
 _MAX_REPORTS: Final = 64
+_WHOLE_SAMPLERS: Final = (
+    "SequentialSampler",
+    "RandomSampler",
+    "SeedableRandomSampler",
+    "DistributedSampler",
+)
+"""Samplers that draw each row of a dataset."""
 
 
 class WitnessWarning(UserWarning):
@@ -72,7 +73,8 @@ class Witness:
             each row's content.
         expected: the rows of an epoch: their number, a list of their ids, a map-style dataset, or
             the record of an epoch. A number stands for 0, 1, ... where ids are integers. None: the
-            length of the loader's dataset, where torch's or Accelerate's samplers draw each row of it.
+            length of the loader's dataset, where torch's or Accelerate's samplers draw each of
+            its rows.
         groups: ranks that should see the same rows: a device mesh, whose tensor, pipeline and
             context axes are such groups, or lists of ranks. None: all ranks differ.
         content: what else to compare, for up to 1,024 rows: "equal" where a row's content must not
@@ -104,14 +106,13 @@ class Witness:
         timeout_s: float = 1800,
     ) -> None:
         for name, value, allowed in (
-            ("content", content, (None, "equal", "random")),
-            ("tail", tail, (None, "exact", "pad", "drop", "repeat")),
-            ("on_fault", on_fault, ("warn", "raise", "ignore")),
+            ("content", content, (None, *get_args(Content))),
+            ("tail", tail, (None, *get_args(Tail))),
+            ("on_fault", on_fault, get_args(OnFault)),
         ):
             if value not in allowed:
-                raise ConfigError(
-                    f"{name}={value!r} must be one of {', '.join(map(repr, allowed))}"
-                )
+                choices = ", ".join(map(repr, allowed))
+                raise ConfigError(f"{name}={value!r} must be one of {choices}")
         self.loader = loader
         self.reports: list[WitnessReport] = []
         """Reports of the epochs that ended, the newest last, at most 64."""
@@ -234,13 +235,13 @@ class Witness:
         own.largest_batch = largest_batch
         own.is_known = merged.is_known and (is_own or is_of_all)
         own.sequence = f"resumed from {merged.sequence}" if is_own or merged.rows else ""
-        expected = expect(self._expected, None)
-        is_over = is_of_all and expected is not None and merged.rows >= expected.record.rows
+        expected = expect(self._expected, None).record
+        is_over = is_of_all and expected is not None and merged.rows >= expected.rows
         self._epoch = self._start(merged.epoch + 1) if is_over else own
         self._is_resumed = True
 
     def _merge(self, records: Sequence[Epoch]) -> Epoch:
-        """Return one record of several ranks; of those that see the same rows the first one counts."""
+        """Return one record of several ranks; of those that see the same rows the first counts."""
         records = sorted(records, key=lambda record: record.ranks)
         groups = self._rules.groups if len(records) == self._world else None
         firsts = range(len(records)) if groups is None else [group[0] for group in groups]
@@ -253,8 +254,8 @@ class Witness:
         return Epoch(epoch=epoch, ranks=[self._rank], world=self._world, batches=[0])
 
     def _judge(self, records: Sequence[Epoch]) -> WitnessReport:
-        kind = next((record.kind for record in records if record.kind is not None), None)
-        if self._rules.expected is None or kind != self._kind:
+        kind = find_kind(records)
+        if self._rules.expected.record is None or kind != self._kind:
             # Of ranks that write to a folder only, each sees its own part.
             expected = self._expected if len(records) == self._world else None
             self._rules = self._rules._replace(expected=expect(expected, kind))
@@ -262,9 +263,7 @@ class Witness:
         return judge(records, self._rules, self._previous)
 
     def _gather(self, record: Epoch) -> list[Epoch]:
-        """Return the records of all ranks, in order; the first one has the table of all that
-        count.
-        """
+        """Return the records of all ranks, in order; the first has the table of all that count."""
         if self._group is None:
             return [record]
         import torch
@@ -308,8 +307,7 @@ def check_records(
     reports = []
     previous: list[Epoch] = []
     for records in read_records(folder):
-        kind = next((record.kind for record in records if record.kind is not None), None)
-        rules = Rules(expected=expect(expected, kind), tail=tail)
+        rules = Rules(expected=expect(expected, find_kind(records)), tail=tail)
         reports.append(judge(records, rules, previous))
         previous = records
     return reports
@@ -345,25 +343,23 @@ def compare_records(folder: str | os.PathLike[str], other: str | os.PathLike[str
     The number of ranks may differ, where it divides the global batch. Raises LedgerError.
     """
     lines = []
-    places = (folder, other)
-    runs = [
-        {item.epoch: item for item in map(merge_epochs, read_records(place))} for place in places
-    ]
-    for epoch in sorted({*runs[0], *runs[1]}):
-        run, reference = runs[0].get(epoch), runs[1].get(epoch)
+    runs = {record.epoch: record for record in map(merge_epochs, read_records(folder))}
+    references = {record.epoch: record for record in map(merge_epochs, read_records(other))}
+    for epoch in sorted({*runs, *references}):
+        run = runs.get(epoch)
+        reference = references.get(epoch)
         if run is None or reference is None:
             lines.append(f"epoch {epoch}: only in '{other if run is None else folder}'")
             continue
-        sides = zip_longest(run.steps, reference.steps, fillvalue=0)
-        place = next((place for place, (a, b) in enumerate(sides) if a != b), None)
-        if place is None and run.rows == reference.rows:
+        sides = itertools.zip_longest(run.steps, reference.steps, fillvalue=0)
+        places = [place for place, pair in enumerate(sides) if len(set(pair)) > 1]
+        if not places and run.rows == reference.rows:
             continue
         rows = "the same rows" if run.sums == reference.sums else "other rows"
-        equal = "from the start" if not place else f"after {step_of(place):,} equal steps or more"
-        lines.append(
-            f"epoch {epoch}: {rows}, in another order {equal} ({run.rows:,} rows, and "
-            f"{reference.rows:,})"
-        )
+        step = step_of(places[0]) if places else 0
+        where = f"after {step:,} equal steps or more" if step else "from the start"
+        sizes = f"{run.rows:,} rows, and {reference.rows:,}"
+        lines.append(f"epoch {epoch}: {rows}, in another order {where} ({sizes})")
     return lines
 
 
@@ -373,14 +369,16 @@ def _process_group(timeout_s: float) -> tuple[Any, int, int]:
     The group is the witness's own, so that no collective of the training can be mistaken for one
     of its.
     """
-    torch = sys.modules.get("torch")
-    dist = None if torch is None else torch.distributed
-    if dist is not None and dist.is_available() and dist.is_initialized():
-        group = None
-        if dist.get_world_size() > 1:
-            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-        return group, dist.get_rank(), dist.get_world_size()
-    rank, world = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    if "torch" in sys.modules:
+        import torch.distributed as dist
+
+        if dist.is_available() and dist.is_initialized():
+            group = None
+            if dist.get_world_size() > 1:
+                group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+            return group, dist.get_rank(), dist.get_world_size()
+    rank = os.environ.get("RANK", "0")
+    world = os.environ.get("WORLD_SIZE", "1")
     if not (rank.isdecimal() and world.isdecimal() and int(rank) < int(world)):
         raise ConfigError(
             f"RANK={rank} and WORLD_SIZE={world} in the environment must be integers, the rank "
@@ -397,13 +395,14 @@ def _rank_groups(groups: Any, world: int) -> list[list[int]] | None:
         from fuelrail.loaders.distributed import DATA_AXES
 
         names = groups.mesh_dim_names or ("dp",)
-        axes = sorted(range(len(names)), key=lambda axis: names[axis] not in DATA_AXES)
-        size = np.prod([groups.mesh.shape[axis] for axis in axes if names[axis] not in DATA_AXES])
-        groups = groups.mesh.permute(*axes).reshape(-1, int(size)).tolist()
-    listed = [[int(rank) for rank in group] for group in groups]
-    if sorted(rank for group in listed for rank in group) != list(range(world)):
-        raise ConfigError(f"groups={listed} must hold each of the {world} ranks once")
-    return listed
+        data_axes = [axis for axis, name in enumerate(names) if name in DATA_AXES]
+        model_axes = [axis for axis, name in enumerate(names) if name not in DATA_AXES]
+        size = math.prod(groups.mesh.shape[axis] for axis in model_axes)
+        groups = groups.mesh.permute(*data_axes, *model_axes).reshape(-1, size).tolist()
+    ranks = [[int(rank) for rank in group] for group in groups]
+    if sorted(itertools.chain(*ranks)) != list(range(world)):
+        raise ConfigError(f"groups={ranks} must hold each of the {world} ranks once")
+    return ranks
 
 
 def _read_loader(loader: Any) -> tuple[int | None, Rules]:
@@ -419,24 +418,18 @@ def _read_loader(loader: Any) -> tuple[int | None, Rules]:
         drops = getattr(loader, "batch_size", None) or getattr(batches, "batch_size", None) or 1
         if batches is None:  # each worker drops its own
             drops *= max(getattr(loader, "num_workers", 0), 1)
+    is_random = type(sampler).__name__ == "RandomSampler"
     rules = Rules(
         tail="repeat" if getattr(sampler, "replacement", False) is True else None,
         drops=drops,
         pads=is_ours,
-        shuffles=getattr(sampler, "shuffle", False) is True
-        or type(sampler).__name__ == "RandomSampler",
+        shuffles=is_random or getattr(sampler, "shuffle", False) is True,
     )
     # Accelerate's samplers of batches are around the one that draws for all ranks.
     source: Any = getattr(getattr(batches, "batch_sampler", batches), "sampler", None)
-    dataset: Any = getattr(loader, "dataset", None)
-    names = (
-        "SequentialSampler",
-        "RandomSampler",
-        "SeedableRandomSampler",
-        "DistributedSampler",
-    )
-    if type(source).__name__ not in names or rules.tail == "repeat":
+    if type(source).__name__ not in _WHOLE_SAMPLERS or rules.tail == "repeat":
         return None, rules
+    size = len(loader.dataset)
     ranks = getattr(source, "num_replicas", 1)
-    is_whole = abs(len(source) * ranks - len(dataset)) < ranks
-    return len(dataset) if is_whole else None, rules
+    is_whole = abs(len(source) * ranks - size) < ranks
+    return size if is_whole else None, rules

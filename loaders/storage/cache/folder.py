@@ -5,8 +5,8 @@
     CACHE_DIR/spans/FINGERPRINT/
       cache.json     whose cache this is
       lock           held while something is admitted or evicted
-      users.lock     held shared by every user; a process that holds it alone takes stock of the folder first
-      table          64 bytes of header (bytes in use), then a byte a sample: 1 if it is here; mapped by all
+      users.lock     held shared by every user; a process that holds it alone takes stock first
+      table          64 bytes of header (bytes in use), then a byte a sample: 1 if it is here
       data/5/14a2    one file a sample: its span, nothing else; names are row numbers in hexadecimal
       tmp/           files being written
 
@@ -201,20 +201,32 @@ class CacheFolder:
         self._locks = contextlib.ExitStack()
         folders = contextlib.ExitStack()
         weakref.finalize(self, self._locks.close)
-        weakref.finalize(
-            self, folders.close
-        )  # not before: spans are opened by these after `close` too
+        # Not before: spans are opened by these after `close` too.
+        weakref.finalize(self, folders.close)
         try:
             self.files = SampleFiles(path, folders)
             self._claim(_Marker(_FORMAT, _VERSION, fingerprint, num_samples))
             self._lock_fd = self._open("lock")
             users_fd = self._open("users.lock")
             with self.locked():
-                alone = _try_lock(users_fd)
-                self._map_table(num_samples)
+                try:
+                    fcntl.flock(users_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    is_alone = True
+                except OSError:
+                    is_alone = False
+                fd = self._open("table")
+                size = _HEADER_BYTES + num_samples
+                if os.fstat(fd).st_size != size:
+                    # Blocks are taken now: a page of a map that finds the disk full would kill the
+                    # process.
+                    os.posix_fallocate(fd, 0, size)
+                    os.ftruncate(fd, size)
+                mapped = mmap.mmap(fd, size)
+                self._header = np.frombuffer(mapped, "<i8", 1)
+                self._table = np.frombuffer(mapped, np.uint8, offset=_HEADER_BYTES)
                 for _ in self.files.groups():
                     pass  # refuses links and folders of others
-                if alone:
+                if is_alone:
                     self._take_stock()
                 fcntl.flock(users_fd, fcntl.LOCK_SH)
         except OSError as error:
@@ -324,17 +336,6 @@ class CacheFolder:
             open_file(self.path / name, os.O_RDWR | os.O_CREAT, self.files.fd),
         )
 
-    def _map_table(self, num_samples: int) -> None:
-        fd = self._open("table")
-        size = _HEADER_BYTES + num_samples
-        if os.fstat(fd).st_size != size:
-            # Blocks are taken now: a page of a map that finds the disk full would kill the process.
-            os.posix_fallocate(fd, 0, size)
-            os.ftruncate(fd, size)
-        mapped = mmap.mmap(fd, size)
-        self._header = np.frombuffer(mapped, "<i8", 1)
-        self._table = np.frombuffer(mapped, np.uint8, offset=_HEADER_BYTES)
-
     def _take_stock(self) -> None:
         """Make the table say what is in the folder; remove our own damaged files and those of
         killed processes.
@@ -365,11 +366,3 @@ def _close_with(stack: contextlib.ExitStack, fd: int) -> int:
     """Return a descriptor, closed with the stack."""
     stack.callback(os.close, fd)
     return fd
-
-
-def _try_lock(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True

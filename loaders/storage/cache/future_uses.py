@@ -292,8 +292,9 @@ class FarthestFirst:
         heapq.heappush(self._heap, (-next_use, row))
 
     def advance(self, now: int) -> None:
-        """Move the time to ``now``: residents that were used up to ``lag`` uses ago are used next at
-        another time.
+        """Move the time to ``now``.
+
+        Residents that were used up to ``lag`` uses ago are used next at another time.
         """
         if now <= self.now:
             return

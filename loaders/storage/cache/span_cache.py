@@ -73,7 +73,8 @@ class CachedSpan:
             if self._fd < 0:
                 self._fd = self._cache.folder.files.open(self._index)
                 self._cache.num_open += 1
-            buffer = memoryview(self._cache.buffers.take(self._length))  # type: ignore[arg-type]  # as in pread
+            array: Any = self._cache.buffers.take(self._length)
+            buffer = memoryview(array)
             done = 0
             while done < self._length:
                 count = os.preadv(self._fd, [buffer[done:]], done)
@@ -283,9 +284,8 @@ class SpanCache:
             next_use = NEVER
             if policy is not None and time is not None:
                 policy.advance(time)
-                if (
-                    policy.wants_stock
-                ):  # not before the cache is full: until then nothing is evicted
+                # Not before the cache is full: until then nothing is evicted.
+                if policy.wants_stock:
                     policy.rebuild(self.folder.held(), time)
                     self._has_stock = True
                 next_use = policy.next_use(index)
