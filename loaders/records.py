@@ -56,22 +56,14 @@ if TYPE_CHECKING:
 
 Images: TypeAlias = "NDArray[np.uint8] | torch.Tensor"
 
-_IMG: Final = "RGB planes; zeros where `cam_valid` is False; with `camera_groups` a dict of these"
-_CAM_VALID: Final = (
-    "the camera's image exists; where it does not, its matrices can be NaN: the calibration is "
-    "unknown"
-)
-_DIST: Final = (
-    "lens coefficients of the stored image; 0 without, and where `undistort` removed them"
-)
+_IMG: Final = "RGB; zeros where `cam_valid` is False; with `camera_groups` a dict of these"
+_CAM_VALID: Final = "the camera's image exists; else its matrices can be NaN (unknown)"
+_DIST: Final = "lens coefficients of the stored image; 0 without, and after `undistort`"
 _BOXES: Final = "x y z l w h yaw; x y z is the gravity centre; in `box_frame`"
 _POINTS: Final = (
-    "first lidar, its own frame and columns; with several sweeps also `dt_s`, seconds since "
-    "measured"
+    "first lidar, its own frame and columns; with several sweeps also `dt_s`, its age [s]"
 )
-_FRAME_VALID: Final = (
-    "False: the clip has no such frame, and another one or zeros (`pad`) are in its place"
-)
+_FRAME_VALID: Final = "False: the clip lacks this frame, and `pad` chose its stand-in"
 
 
 class Source(NamedTuple):
@@ -391,7 +383,7 @@ class Batch(TypedDict, total=False):
     ego2global: Annotated[
         Tensor,
         "[B, (T,) 4, 4] float64",
-        "ego pose; absent where the source of the dataset knew none",
+        "ego pose",
     ]
     ego2key: Annotated[
         Tensor,
@@ -399,7 +391,7 @@ class Batch(TypedDict, total=False):
         "ego at the frame's time to ego at the time of frame 0",
     ]
     bda_mat: Annotated[Tensor, "[B, 4, 4] float32", "stored ego frame to augmented ego frame"]
-    timestamp_ns: Annotated[Tensor, "[B, (T)] int64", "the time of the sample or the frame"]
+    timestamp_ns: Annotated[Tensor, "[B, (T)] int64", "time of the sample or frame"]
     img_timestamp_ns: Annotated[Tensor, "[B, (T,) N] int64", "each camera's exposure"]
     gt_boxes_3d: Annotated[list[Tensor], "list of [M, 7] float32", _BOXES]
     gt_labels_3d: Annotated[
@@ -417,75 +409,73 @@ class Batch(TypedDict, total=False):
         "list of [M] bool",
         "has lidar or radar points, or unknown",
     ]
-    gt_mask: Annotated[Tensor, "[B, M] bool", "static batches: which rows are boxes"]
+    gt_mask: Annotated[Tensor, "[B, M] bool", "static batches: the row is a box"]
     instance_id: Annotated[list[Tensor], "list of [M] int64", "track"]
     points: Annotated[list[Tensor], "list of (T of) [P, C] float32", _POINTS]
-    points_mask: Annotated[Tensor, "[B, P] bool", "static batches: which rows are points"]
+    points_mask: Annotated[Tensor, "[B, P] bool", "static batches: the row is a point"]
     sample_key: Annotated[list[str], "list of str", "name of the sample"]
     sample_token: Annotated[
         list[str],
         "list of str",
-        "the source's own name of it: nuScenes' token, the key in a tar",
+        "the source's name: nuScenes' token, the key in a tar",
     ]
     clip_id: Annotated[list[str], "list of str", "clip of the sample"]
     frame: Annotated[Tensor, "[B] int64", "number in the clip"]
     global_index: Annotated[Tensor, "[B] int64", "row of the dataset's index"]
     frame_valid: Annotated[Tensor, "[B, T] bool", _FRAME_VALID]
-    frame_global_index: Annotated[
-        Tensor, "[B, T] int64", "row of the dataset's index that is shown"
-    ]
+    frame_global_index: Annotated[Tensor, "[B, T] int64", "row of each frame"]
     valid: Annotated[
         Tensor,
         "[B] bool",
         "False: a repeated sample (`drop_last=False`, lanes that ended)",
     ]
-    lane: Annotated[Tensor, "[B] int64", "with lanes: the lane of the global batch"]
+    lane: Annotated[Tensor, "[B] int64", "lane of the global batch"]
     prev_exists: Annotated[
         Tensor,
         "[B] bool",
-        "with lanes: the lane showed the frame before; False: forget the past",
+        "the lane showed the frame before; False: forget the past",
     ]
-    dataset: Annotated[list[str], "list of str", "with a mix: the name of the sample's dataset"]
+    dataset: Annotated[list[str], "list of str", "in a mix: the sample's dataset"]
     seed: Annotated[
         int,
         "int",
-        "of a sample before `transform`: take randomness from it only",
+        "of a sample in `transform`: take randomness from it only",
     ]
     view: Annotated[
         Tensor,
         "[2 B] int64",
-        "with `two_views`: the draw, 0 or 1; all other entries have 2 B rows too",
+        "with `two_views`: the draw, 0 or 1",
     ]
     bucket: Annotated[
         Tensor,
         "[B] int64",
-        "in buckets: the batch's bucket, counted in the order of bounds, or values",
+        "the batch's bucket, in the order of bounds, or values",
     ]
     pack: Annotated[
         Tensor,
         "[S] int64",
-        "in packs: the pack of each of the S samples; S takes the place of B everywhere",
+        "pack of each of the S samples; in packs S replaces B everywhere",
     ]
     pack_offsets: Annotated[
         Tensor,
         "[B + 1] int32",
-        "in packs: the first sample of each pack, and S",
+        "first sample of each pack, and S",
     ]
     cu_seqlens: Annotated[
         Tensor,
         "[S + 1] int32",
-        "in packs: the first token of each sample, and their number",
+        "first token of each sample, and their number",
     ]
-    max_seqlen: Annotated[int, "int", "in packs: the largest number of tokens of a sample"]
+    max_seqlen: Annotated[int, "int", "largest number of tokens of a sample"]
     position_ids: Annotated[
         Tensor,
         "[tokens] int64",
-        "in packs: the place of each token in its sample",
+        "place of each token in its sample",
     ]
     sequence_ids: Annotated[
         Tensor,
         "[tokens] int32",
-        "in packs: the sample of each token, 0 .. S - 1",
+        "sample of each token, 0 .. S - 1",
     ]
     epoch: Annotated[int, "int", "number of the epoch"]
     step: Annotated[int, "int", "number of the global batch in the epoch"]

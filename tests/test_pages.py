@@ -155,10 +155,8 @@ def test_every_task_of_contributing_names_a_file_to_open() -> None:
 
 def test_the_table_of_a_batch_on_the_loaders_page_is_made_of_its_type() -> None:
     page = (ROOT / "docs" / "loader.md").read_text(encoding="utf-8")
-    rows = [
-        f"| `{name}` | {form} | {meaning} |" for name, (form, meaning) in batch_entries().items()
-    ]
-    table = "\n".join(("| name | shape, dtype | meaning |", "|---|---|---|", *rows))
+    rows = [f"| `{name}` {form} | {meaning} |" for name, (form, meaning) in batch_entries().items()]
+    table = "\n".join(("| name, shape, dtype | meaning |", "|---|---|", *rows))
     assert table in page, f"replace the table of docs/loader.md by\n{table}"
 
 

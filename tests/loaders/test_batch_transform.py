@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import islice
 
 import numpy as np
@@ -15,6 +16,7 @@ from support.datasets import build_dataset
 from support.pages import ROOT, blocks_of
 from support.pictures import encode
 
+PAGE = ROOT / "docs" / "loader.md"
 HEADING = "Transforms of a batch, on its device"
 TRAIN = ImageAugment(
     height=48,
@@ -201,29 +203,77 @@ def ramps(tmp_path_factory):
     return folder
 
 
+@pytest.fixture
+def example(ramps, monkeypatch) -> dict:
+    """The functions of the page."""
+    monkeypatch.chdir(ramps)
+    names: dict = {"__name__": "page"}
+    for block in blocks_of(PAGE):
+        if block.heading == HEADING:
+            exec(compile(block.code, str(PAGE), "exec"), names)
+    return names
+
+
+def flip(example, batch, generator):
+    return example["flip_samples"](batch, generator)
+
+
+def flip_and_crop(example, batch, generator):
+    """Flip half of the samples, then cut seven eighths of height and width out of all images."""
+    from torchvision.transforms.v2 import functional
+
+    batch = example["flip_samples"](batch, generator)
+    img = batch["img"]
+    height, width = (size * 7 // 8 for size in img.shape[-2:])
+    drawn = torch.rand(2, generator=generator).tolist()
+    top = int(drawn[0] * (img.shape[-2] - height + 1))
+    left = int(drawn[1] * (img.shape[-1] - width + 1))
+    batch["img"] = functional.crop(img, top, left, height, width)
+    maps = torch.eye(3).repeat(*img.shape[:-3], 1, 1)
+    maps[..., :2, 2] = -torch.tensor([left, top])
+    example["move_pixels"](batch, maps)
+    return batch
+
+
+def rotate_and_scale(example, batch, generator):
+    """Rotate and scale all images of a sample about their centres."""
+    from kornia import geometry
+
+    img = batch["img"]
+    *lead, _, height, width = img.shape
+    drawn = torch.rand(2, len(img), generator=generator) * 2 - 1
+    angle = 0.1 * drawn[0]
+    scale = 1 + 0.1 * drawn[1]
+    rotation = torch.stack([angle.cos(), -angle.sin(), angle.sin(), angle.cos()], -1)
+    turn = rotation.view(-1, 2, 2) * scale[:, None, None]
+    centre = torch.tensor([(width - 1) / 2, (height - 1) / 2])
+    maps = torch.eye(3).repeat(len(img), 1, 1)
+    maps[:, :2, :2] = turn
+    maps[:, :2, 2] = centre - turn @ centre
+    maps = maps.view(-1, *[1] * (len(lead) - 1), 3, 3).expand(*lead, 3, 3)
+    moved = geometry.warp_affine(
+        img.flatten(0, -4).float(),
+        maps.flatten(0, -3)[:, :2],
+        (height, width),
+        align_corners=True,
+    )
+    batch["img"] = moved.view(img.shape).to(img.dtype)
+    example["move_pixels"](batch, maps)
+    return batch
+
+
 @pytest.mark.parametrize(
-    ("name", "package"),
-    [
-        ("flip_samples", "torch"),
-        ("flip_and_crop", "torchvision"),
-        ("rotate_and_scale", "kornia"),
-    ],
+    ("change", "package"),
+    [(flip, "torch"), (flip_and_crop, "torchvision"), (rotate_and_scale, "kornia")],
+    ids=["flip", "crop", "rotate"],
 )
 @pytest.mark.parametrize(
     "options",
     [{"image": FULL}, {"image": TRAIN, "frames": [-1, 0]}],
     ids=["plain", "windows"],
 )
-def test_an_example_keeps_pixels_and_matrices_together(ramps, name, package, options, monkeypatch):
+def test_the_example_keeps_pixels_and_matrices_together(ramps, change, package, example, options):
     pytest.importorskip(package)
-    monkeypatch.chdir(ramps)
-    page = ROOT / "docs" / "loader.md"
-    names: dict = {"__name__": "page"}
-    for block in blocks_of(page):
-        if block.heading == HEADING and any(
-            f"def {function}(" in block.code for function in ("move_pixels", name)
-        ):
-            exec(compile(block.code, str(page), "exec"), names)
     arguments = {
         "root": ramps / "dataset",
         "batch_size": 4,
@@ -232,7 +282,8 @@ def test_an_example_keeps_pixels_and_matrices_together(ramps, name, package, opt
         **options,
     }
     (plain, *_), (moved, *_) = (
-        list(load(**arguments, **more)) for more in ({}, {"batch_transform": names[name]})
+        list(load(**arguments, **more))
+        for more in ({}, {"batch_transform": partial(change, example)})
     )
     assert unlike(plain["img"], moved["img"]) != []
     check_pixels(moved["img"], moved["ida_mat"])
