@@ -183,15 +183,7 @@ def compared() -> Iterator[str]:
         for run in contestant["runs"]
     )
     yield f"its host kept back {stolen:.2f} CPUs at most"
-    packages = {**report.machine.packages, **report.packages}
-    yield "packages: " + ", ".join(f"{name} {version}" for name, version in packages.items())
-    yield f"{report.machine.system}, Python {report.machine.python}"
-    yield f"fuelrail {report.machine.fuelrail}, commit {report.machine.commit}"
-    yield f"memory: {report.machine.memory_bytes / 2**30:.1f} GiB"
-    data = report.dataset
-    yield f"{data.num_samples} samples, {len(data.cameras)} cameras; fingerprint {data.fingerprint}"
     yield f"{report.created}, {report.num_rounds} rounds"
-    yield "options: " + ", ".join(f"{name}={value}" for name, value in report.options.items())
 
 
 def scaled() -> Iterator[str]:
