@@ -204,12 +204,12 @@ def stages(
             halves.append(len(runs[-1].backward) // 2)
             if len(numbers) == 1:
                 continue
-            # A block more is the same in all stages, and the first stage tells what it is. The
-            # halves of a backward pass are those of the run with the fewest blocks.
-            first = small._replace(pp=min(degrees.pp, 2))
+            # A block more is the same in an inner stage as in the last one, which tells what it is.
+            # The halves of a backward pass are those of the run with the fewest blocks.
+            outer = small._replace(pp=min(degrees.pp, 2))
             for number, part in _line_through(numbers, blocks).items():
-                larger = msgspec.structs.replace(size, depth=number * first.pp)
-                runs.append(run(larger, degrees=first, rank=0))
+                larger = msgspec.structs.replace(size, depth=number * outer.pp)
+                runs.append(run(larger, degrees=outer, rank=like * outer.data * outer.tp))
                 weights.append(share * (part - (number == numbers[0])))
             halves += [len(runs[-2].backward) // 2] * 2
         ranks = _Ranks(
