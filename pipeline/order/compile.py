@@ -50,7 +50,6 @@ from fuelrail.pipeline.order.windows import TimeWindow, Window, window_lookup
 from fuelrail.pipeline.order.without import ThinnedOrder
 
 if TYPE_CHECKING:
-    import pyarrow as pa
     from numpy.typing import NDArray
 
     from fuelrail.pipeline.format.attributes import ClipTable
@@ -157,7 +156,7 @@ def compile_inputs(
     """Return the order that ``spec`` makes of what was read: pure, without files."""
     rows = select_samples(spec, inputs, window)
     order = arrange(spec, inputs, rows, global_batch)
-    costs = compute_order_costs(spec, inputs, _take(inputs.columns, rows), rows)
+    costs = compute_order_costs(spec, inputs, rows)
     _identify(order, spec, inputs, rows=rows, costs=costs)
     hidden = []
     named: Rows = np.zeros(0, np.int64)
@@ -252,7 +251,7 @@ def arrange(
             selected=rows,
             identity={"lanes": global_batch},
         )
-    parts = weigh_parts(spec, _take(inputs.columns, rows), rows, inputs.weight_files)
+    parts = weigh_parts(spec, inputs, rows)
     if spec.mix is None:
         sampling = parts[0].sampling
         return CompiledOrder(
@@ -315,10 +314,6 @@ def _identify(
     if rows is not None:
         identity["selected"] = _describe_rows(rows)
     order.identity = identity | order.identity
-
-
-def _take(table: pa.Table | None, rows: Rows | None) -> pa.Table | None:
-    return table if table is None or rows is None else table.take(rows)
 
 
 def _arrange_stages(spec: OrderSpec, inputs: OrderInputs, rows: Rows | None) -> MixedOrder:

@@ -158,17 +158,18 @@ NO_COSTS: Final = OrderCosts()
 
 
 def compute_order_costs(
-    spec: OrderSpec,
-    inputs: OrderInputs,
-    table: pa.Table | None,
-    rows: NDArray[np.int64] | None,
+    spec: OrderSpec, inputs: OrderInputs, rows: NDArray[np.int64] | None
 ) -> OrderCosts:
-    """Return the costs of the samples of one split, of which ``rows`` are selected (None: all);
-    ``table`` has the attributes of these. A sample that is not selected costs -1.
+    """Return the costs of the samples of one split, of which ``rows`` are selected (None: all). A
+    sample that is not selected costs -1.
 
     Raises OrderError for columns that are no costs, and for a sample that fits no pack and no
     bucket.
     """
+    if not spec.costs:
+        return NO_COSTS
+    assert inputs.columns is not None
+    table = inputs.columns if rows is None else inputs.columns.take(rows)
     is_by_value = spec.bucket is not None and not spec.bucket.bounds
     selected_costs = {
         use: compute_costs(cost, table, texts=is_by_value and use == "bucket")

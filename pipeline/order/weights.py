@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from numpy.typing import ArrayLike, NDArray
 
+    from fuelrail.pipeline.order.inputs import OrderInputs
     from fuelrail.pipeline.order.spec import OrderSpec
 
 MAX_POSITIONS: Final = 2**31
@@ -275,23 +276,22 @@ class Part(NamedTuple):
     """None: each comes once."""
 
 
-def weigh_parts(
-    spec: OrderSpec,
-    table: pa.Table,
-    rows: NDArray[np.int64] | None,
-    files: Mapping[str, pa.Table],
-) -> list[Part]:
+def weigh_parts(spec: OrderSpec, inputs: OrderInputs, rows: NDArray[np.int64] | None) -> list[Part]:
     """Return the parts of the selected ``rows`` (None: all), one for each value of the mix, or one
     of them all.
 
-    ``table`` has the attributes of the rows, ``files`` the columns of each file of weights. Weights
-    are those of the whole selection. Raises OrderError as `compute_weights`, and for a value that
-    no selected sample has.
+    Weights are those of the whole selection. Raises OrderError as `compute_weights`, and for a
+    value that no selected sample has.
     """
-    weights = compute_weights(spec.weights, table, files) if spec.weights else None
+    if spec.mix is None and not spec.weights:
+        return [Part(rows, None)]
+    assert inputs.columns is not None
+    table = inputs.columns if rows is None else inputs.columns.take(rows)
+    weights = None
+    if spec.weights:
+        weights = compute_weights(spec.weights, table, inputs.weight_files)
     if spec.mix is None:
-        if weights is None:
-            return [Part(rows, None)]
+        assert weights is not None
         length = spec.epoch_length or natural_length(spec.weights, table)
         return [Part(rows, SystematicSampling(weights, length))]
     column = table[spec.mix.attribute]
