@@ -11,14 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset as TorchDataset
 
-from fuelrail.loaders.decode import make_decoder
+from fuelrail.loaders.decode.arrays import decode_jpeg
 from fuelrail.loaders.schedule.selection import Selectable
-from fuelrail.pipeline.errors import needs
 from fuelrail.pipeline.sample.image_header import probe
-from fuelrail.pipeline.transforms.image_map import ImageMap
 
 if TYPE_CHECKING:
-    from fuelrail.loaders.decode.protocol import ImageDecoder
     from fuelrail.pipeline.format.dataset import Dataset
 
 
@@ -68,7 +65,6 @@ class MapView(TorchDataset[Any]):
         self._dataset = dataset
         self._transform = transform
         self._cameras = {camera.channel for camera in dataset.manifest.cameras}
-        self._decoder: ImageDecoder | None = None
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -89,13 +85,8 @@ class MapView(TorchDataset[Any]):
         return item if self._transform is None else self._transform(item)
 
     def _decoded(self, encoded: bytes) -> NDArray[np.uint8]:
-        if self._decoder is None:
-            with needs("an image that is decoded"):
-                self._decoder = make_decoder()
         info = probe(encoded)
-        image = np.empty((3, info.height, info.width), np.uint8)
-        self._decoder.decode_into(encoded, ImageMap.identity((info.width, info.height)), image)
-        return image
+        return decode_jpeg(encoded, out=np.empty((3, info.height, info.width), np.uint8))
 
     def __repr__(self) -> str:
         """Name the data and the channels: Grain stores this text to see that a restored run
@@ -104,6 +95,3 @@ class MapView(TorchDataset[Any]):
         channels = None if self._channels is None else sorted(self._channels)
         attributes = f", attributes={sorted(self._attributes)}" if self._attributes else ""
         return f"MapView({self._dataset.manifest.fingerprint}, channels={channels}{attributes})"
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_decoder": None}
