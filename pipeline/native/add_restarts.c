@@ -296,11 +296,13 @@ static int read_scan(const Source *source, const Context *context, uint8_t *byte
     for (int64_t mcu = 0, segment = 0; mcu < num_mcus; mcu++) {
         if (left == 0) {
             uint8_t *to = bytes;
-            do {
-                at = copy_segment(at, source->end, &to, &marker);
-                if (!at) return CUT_SHORT;
-                at -= marker == 0xFF; /* a fill byte, B.1.1.2 */
-            } while (marker == 0xFF);
+            at = copy_segment(at, source->end, &to, &marker);
+            while (at && marker == 0xFF) { /* a fill byte, B.1.1.2 */
+                marker = at < source->end ? *at : 0xD9;
+                at = at < source->end ? at + 1 : NULL;
+            }
+            if (!at) return CUT_SHORT;
+            if (!marker) return LEFT; /* 0xFF, 0xFF, 0: libjpeg-turbo goes on, and gets wrong coefficients */
             memset(to, 0, MCU_PADDING);
             segment_end = to;
             reader = (Reader){0, 0, bytes};
