@@ -457,3 +457,5 @@ def test_mutations_are_the_same_with_and_without_the_native_decoder(sanitize, tm
     report = json.loads(done.stdout)
     assert report["compared"] > 20
     assert report["decoded"] > 20
+    assert report["restarts"]["rewritten"] >= report["restarts"]["same_pixels"] > 20
+    assert min(report["restarts"]["refused"], report["restarts"]["left"]) > 10
