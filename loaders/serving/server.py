@@ -187,9 +187,15 @@ class RankServer:
         self._memory = SharedMemory(setup.memory_bytes)
         self._events: list[tuple[str, int, int, float, float]] = []
         self._replaced: list[tuple[int, int, str | None, str]] = []
-        trace = self._note if setup.is_traced else None
-        self._loader = setup.make(*setup.arguments, trace=trace)
-        note = lambda *event: self._replaced.append(event)  # noqa: E731
+
+        def trace(stage: str, item: int, batch: int, begin_s: float, end_s: float) -> None:
+            if stage != "wait":  # the trainer's own wait is what counts
+                self._events.append((stage, item, batch, begin_s, end_s))
+
+        def note(*event: Any) -> None:
+            self._replaced.append(event)
+
+        self._loader = setup.make(*setup.arguments, trace=trace if setup.is_traced else None)
         self._bad = self._loader.serve(memory or self._memory.new, note, finishes=setup.finishes)
         self.changed = threading.Condition()
         self.clients: list[Client] = []
@@ -215,10 +221,6 @@ class RankServer:
     def close(self) -> None:
         """Let go of the loader's files and threads, before any batch is made."""
         self._loader.close()
-
-    def _note(self, stage: str, item: int, batch: int, begin_s: float, end_s: float) -> None:
-        if stage != "wait":  # the trainer's own wait is what counts
-            self._events.append((stage, item, batch, begin_s, end_s))
 
     def serve(self) -> None:
         """StepRequest steps until no client is connected."""

@@ -13,13 +13,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from fuelrail.loaders.witness.rows import (
-    Rows,
-    digest_row,
-    mix,
-    read_columns,
-    read_row,
-)
+from fuelrail.loaders.witness.rows import Rows, digest_row, mix, read_columns, read_row
 from fuelrail.loaders.witness.sketch import (
     ALL,
     LARGE,
@@ -100,7 +94,7 @@ class Epoch(msgspec.Struct, forbid_unknown_fields=True):
             self.table = Table(LARGE, has_names=rows.kind == "text")
             self.kind = rows.kind  # type: ignore[assignment]
         if self.table is not None:
-            self.table.add(rows)
+            self.table.add(hashes, rows.names)
         place = place_of(self.batches[0])
         self.steps += [0] * (place + 1 - len(self.steps))
         step = mix(np.array(self.batches, np.uint64))
