@@ -190,7 +190,7 @@ class ProcessTransport:
                 self.link.send(tuning)
 
     def stop(self) -> None:
-        """StepRequest no more steps; the process waits for the next iteration."""
+        """Ask for no more steps; the process waits for the next iteration."""
         if self.link is not None:
             with contextlib.suppress(_LostError):
                 self.link.send(Stop())

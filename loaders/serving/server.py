@@ -58,7 +58,7 @@ class Setup(NamedTuple):
 
 
 class StepRequest(NamedTuple):
-    """StepRequest a step: the one with this number after a place of the order."""
+    """Ask for a step: the one with this number after a place of the order."""
 
     iteration: int
     place: Cursor
@@ -95,7 +95,7 @@ class StepResult(NamedTuple):
 
 
 class Stop(NamedTuple):
-    """StepRequest no more steps of this iteration."""
+    """Ask for no more steps of this iteration."""
 
 
 class Free(NamedTuple):
@@ -182,7 +182,7 @@ class RankServer:
     """
 
     def __init__(self, setup: Setup, memory: Memory | None = None) -> None:
-        """StepRequest the loader; its batches are in ``memory``, else in shared memory."""
+        """Make the loader; its batches are in ``memory``, else in shared memory."""
         torch.set_num_threads(setup.num_threads)
         self._memory = SharedMemory(setup.memory_bytes)
         self._events: list[tuple[str, int, int, float, float]] = []
@@ -205,7 +205,7 @@ class RankServer:
         """The last iteration that was ended."""
 
     def join(self, connection: Any) -> Client:
-        """StepRequest a connection a client, and return that."""
+        """Make a connection a client, and return that."""
         client = Client(connection, self.changed)
         with self.changed:
             self.clients.append(client)
@@ -223,7 +223,7 @@ class RankServer:
         self._loader.close()
 
     def serve(self) -> None:
-        """StepRequest steps until no client is connected."""
+        """Make steps until no client is connected."""
         while True:
             with self.changed:
                 self.changed.wait_for(lambda: self._due() is not None or not self._connected())
@@ -247,7 +247,7 @@ class RankServer:
         return min(pending, key=lambda step: (step.iteration, step.number))
 
     def _make_from(self, first: StepRequest) -> None:
-        """StepRequest an iteration's steps from this one on, until no client asks for more."""
+        """Make an iteration's steps from this one on, until no client asks for more."""
         number = first.number
         try:
             with contextlib.closing(self._loader.batches_from(first.place, number)) as batches:

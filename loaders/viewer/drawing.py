@@ -131,8 +131,21 @@ def contact_sheet(
             constant_values=_DARK,
         )
         sheet = np.concatenate([sheet, pane], 1)
-    parts = [sheet] if boxes is None else [sheet, _legend(sheet.shape[1], boxes, classes)]
-    parts += [_line(sheet.shape[1], channel, value) for channel, value in values]
+    width = sheet.shape[1]
+    parts = [sheet]
+    if boxes is not None:
+        legend = np.full((26, width, 3), _DARK, np.uint8)
+        left = 10
+        for label in sorted(set(boxes.label.tolist())):
+            name = classes[label] if label >= 0 else "other"
+            text = f"{name} {int((boxes.label == label).sum())}"
+            corners = (left, 7), (left + 12, 19)
+            cv2.rectangle(legend, *corners, color=_colour(label), thickness=cv2.FILLED)
+            _write(legend, text, (left + 18, 18), (230, 230, 230))
+            left += 18 + _text_size(text)[0] + 24
+        parts.append(legend)
+    for channel, value in values:
+        parts.append(_line(width, channel, value))
     return np.concatenate(parts)
 
 
@@ -452,20 +465,3 @@ def _grid(tiles: Sequence[NDArray[np.uint8]], columns: int) -> NDArray[np.uint8]
         left = _GAP_PX + number % columns * (width + _GAP_PX)
         sheet[top : top + tile.shape[0], left : left + tile.shape[1]] = tile
     return sheet
-
-
-def _legend(width: int, boxes: DrawnBoxes, classes: Sequence[str]) -> NDArray[np.uint8]:
-    strip = np.full((26, width, 3), _DARK, np.uint8)
-    left = 10
-    for label in sorted(set(boxes.label.tolist())):
-        text = f"{classes[label] if label >= 0 else 'other'} {int((boxes.label == label).sum())}"
-        cv2.rectangle(
-            strip,
-            (left, 7),
-            (left + 12, 19),
-            color=_colour(label),
-            thickness=cv2.FILLED,
-        )
-        _write(strip, text, (left + 18, 18), (230, 230, 230))
-        left += 18 + _text_size(text)[0] + 24
-    return strip

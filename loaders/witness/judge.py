@@ -1,4 +1,4 @@
-"""Judge whether ranks saw what they should in an epoch: each row once, as many batches, equal groups."""
+"""Judge whether ranks saw what they should: each row once, as many batches, equal groups."""
 
 from __future__ import annotations
 
@@ -277,8 +277,8 @@ def _compare_rows(counted: Sequence[Epoch], total: Epoch, rules: Rules) -> Itera
     repeated -= foreign
     foreign += max(-missing, 0)
     missing = max(missing, 0)
-    # torch's DistributedSampler fills up to a multiple of the ranks, others to a whole global batch;
-    # all ranks then have as many rows.
+    # torch's DistributedSampler fills up to a multiple of the ranks, others to a whole global
+    # batch; all ranks then have as many rows.
     ranks = len(counted)
     batch = max(ranks * total.largest_batch, 1)
     may_pad = rules.tail == "pad" or (rules.tail is None and (ranks > 1 or rules.pads))
