@@ -187,12 +187,14 @@ def _tiles(
             depths = corners.mean(1) @ projection[2, :3] + projection[2, 3]
             for box in np.argsort(-depths):
                 _hide_behind(tile, plain, corners[box], projection)
-                _draw_box(
-                    tile,
-                    corners[box],
-                    projection,
-                    _colour(int(frame.boxes.label[box])),
-                )
+                colour = _colour(int(frame.boxes.label[box]))
+                for a, b in (*_EDGES, *_FRONT):
+                    segment = project_segment(corners[box, a], corners[box, b], projection)
+                    # Far outside the picture OpenCV's fixed-point coordinates would overflow.
+                    if segment is None or np.abs(segment).max() > 20 * max(tile.shape[:2]):
+                        continue
+                    start, end = np.round(np.array(segment) * 16).astype(int).tolist()
+                    cv2.line(tile, start, end, colour, lineType=cv2.LINE_AA, shift=4)
         turned = "" if frame.ida_mat is None else _turned(frame.ida_mat[number])
         _caption(tile, f"{channel}{frame.title}{turned}")
         tiles[channel] = tile
@@ -310,22 +312,6 @@ def _from_above(
     cv2.fillConvexPoly(pane, pixels(ego), (255, 255, 255), cv2.LINE_AA)
     _caption(pane, "from above [ego]")
     return pane
-
-
-def _draw_box(
-    tile: NDArray[np.uint8],
-    corners: NDArray[np.float64],
-    ego2img: NDArray[np.float64],
-    colour: tuple[int, int, int],
-) -> None:
-    height, width = tile.shape[:2]
-    for a, b in (*_EDGES, *_FRONT):
-        segment = project_segment(corners[a], corners[b], ego2img)
-        # Far outside the picture OpenCV's fixed-point coordinates would overflow.
-        if segment is None or max(np.abs(p).max() for p in segment) > 20 * max(width, height):
-            continue
-        first, second = ((round(float(u) * 16), round(float(v) * 16)) for u, v in segment)
-        cv2.line(tile, first, second, colour, lineType=cv2.LINE_AA, shift=4)
 
 
 def _draw_value(tile: NDArray[np.uint8], channel: Channel, value: Any) -> None:

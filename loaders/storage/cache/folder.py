@@ -227,7 +227,19 @@ class CacheFolder:
                 for _ in self.files.groups():
                     pass  # refuses links and folders of others
                 if is_alone:
-                    self._take_stock()
+                    # Make the table say what is in the folder; remove our own damaged files and
+                    # those of killed processes.
+                    self.files.remove_temporary()
+                    self._table[:] = 0
+                    used_bytes = 0
+                    for index, num_bytes in self.files.stored(num_samples):
+                        is_whole = num_bytes == length_of(index)
+                        if not is_whole or used_bytes + num_bytes > max_bytes:
+                            self.files.remove(index)
+                            continue
+                        self._table[index] = 1
+                        used_bytes += num_bytes
+                    self.used_bytes = used_bytes
                 fcntl.flock(users_fd, fcntl.LOCK_SH)
         except OSError as error:
             self._locks.close()
@@ -335,21 +347,6 @@ class CacheFolder:
             self._locks,
             open_file(self.path / name, os.O_RDWR | os.O_CREAT, self.files.fd),
         )
-
-    def _take_stock(self) -> None:
-        """Make the table say what is in the folder; remove our own damaged files and those of
-        killed processes.
-        """
-        self.files.remove_temporary()
-        self._table[:] = 0
-        used = 0
-        for index, size in self.files.stored(len(self._table)):
-            if size != self._length_of(index) or used + size > self.max_bytes:
-                self.files.remove(index)
-                continue
-            self._table[index] = 1
-            used += size
-        self.used_bytes = used
 
 
 def _names_in(folder_fd: int) -> list[str]:
