@@ -195,7 +195,7 @@ class CacheFolder:
         """
         self.path = path
         self.max_bytes = max_bytes
-        self._length_of = length_of
+        self.length_of = length_of
         self.thread_lock = threading.RLock()
         """Held under :meth:`locked` too; alone it guards what concerns this process only."""
         self._locks = contextlib.ExitStack()
@@ -269,14 +269,14 @@ class CacheFolder:
     def enter(self, index: int) -> None:
         """Say in the table that a sample, whose bytes are counted, is here."""
         if self._table[index]:
-            self.used_bytes -= self._length_of(index)  # another process was as quick
+            self.used_bytes -= self.length_of(index)  # another process was as quick
         self._table[index] = 1
 
     def remove(self, index: int) -> None:
         """Take a sample out."""
         self.files.remove(index)
         self._table[index] = 0
-        self.used_bytes -= self._length_of(index)
+        self.used_bytes -= self.length_of(index)
 
     def close(self) -> None:
         """Let go of the folder."""
