@@ -56,7 +56,7 @@ CASES = [
     ("our order", OrderStack, "buffer"),
     ("one batch more", OneBatchMore, "kill"),
     ("backwards", Backwards, "kill"),
-    ("refusing", Refusing, "kill"),
+    ("refusing", Refusing, "batch"),
     ("crashing", Crashing, "kill"),
     ("no way", NoWay, "kill"),
     ("own rows", OwnRows, "whole"),

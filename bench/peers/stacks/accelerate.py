@@ -15,7 +15,7 @@ from fuelrail.bench.peers.stacks.stack import Rows, Stack
 class AccelerateSkip(Stack):
     """What was trained on is left out by `skip_first_batches`."""
 
-    packages = ("accelerate", "torch")
+    packages: ClassVar[tuple[str, ...]] = ("accelerate", "torch")
     way = "save_state(), load_state(), skip_first_batches(), set_epoch(); use_seedable_sampler=True"
     is_stateful: ClassVar[bool] = False
 
@@ -43,6 +43,9 @@ class AccelerateSkip(Stack):
 
     def restore(self) -> None:
         self.accelerator.load_state(self.job.states[0])
+        # As its examples compute it: after an epoch's last batch the next one begins.
+        epochs, self.job.step = divmod(self.job.step, len(self.train_loader))
+        self.job.epoch += epochs
 
     def epoch(self, epoch: int) -> Iterable[Any]:
         self.train_loader.set_epoch(epoch)

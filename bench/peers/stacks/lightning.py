@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, ClassVar
 
 import pytorch_lightning as lightning
 import torch
@@ -56,14 +56,14 @@ class LightningSave(lightning.Callback):  # type: ignore[misc]
 class LightningStack(Stack):
     """`ckpt_path` with torch's DataLoader."""
 
-    packages = ("pytorch-lightning", "torch")
+    packages: ClassVar[tuple[str, ...]] = ("pytorch-lightning", "torch")
     way = "Trainer.fit(ckpt_path=...) with torch's DataLoader"
 
-    def loader(self) -> Any:
+    def loader(self, *, shuffle: bool = True) -> Any:
         setup = self.setup
         rows = Rows(range(setup.rows))
-        options = {"num_workers": setup.workers, "drop_last": setup.drop_last}
-        return DataLoader(rows, setup.batch, shuffle=True, **options)
+        options: dict[str, Any] = {"num_workers": setup.workers, "drop_last": setup.drop_last}
+        return DataLoader(rows, setup.batch, shuffle=shuffle, **options)
 
     def train(self) -> None:
         job, setup = self.job, self.setup
@@ -101,5 +101,5 @@ class LightningStateful(LightningStack):
     packages = ("pytorch-lightning", "torchdata", "torch")
     way = "Trainer.fit(ckpt_path=...) with StatefulDataLoader and DistributedSampler"
 
-    def loader(self) -> Any:
-        return distributed_loader(self.setup, self.rank, StatefulDataLoader)
+    def loader(self, *, shuffle: bool = True) -> Any:
+        return distributed_loader(self.setup, self.rank, StatefulDataLoader, shuffle=shuffle)

@@ -234,7 +234,6 @@ STACKS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "grain-elastic": ("grain", "GrainElastic", ("grain",)),
     "torchtitan": ("torchtitan", "TitanStack", ("torchtitan", "torchdata")),
     "lerobot": ("lerobot", "LeRobotStack", ("lerobot",)),
-    "ray": ("ray", "RayTrain", ("ray",)),
     "mmengine": ("mmengine", "MMEngineStack", ("mmengine",)),
     "fuelrail-order": ("fuelrail", "OrderStack", ()),
     "fuelrail-loader": ("fuelrail", "LoaderStack", ()),

@@ -53,3 +53,7 @@ class MosaicStack(Stack):
         dist.init_process_group("gloo")
         clean_stale_shared_memory()  # of ranks that were killed
         super().open()
+
+    def restore(self) -> None:
+        super().restore()
+        self.job.epoch = self.saved["epoch"]  # before its end is passed, the loop yields nothing

@@ -18,7 +18,7 @@ def distributed_loader(
     rows: Any = Rows(range(setup.rows))
     if setup.is_mixed:
         rows = ConcatDataset([Rows(part) for part in setup.parts])
-    sampler = DistributedSampler(
+    sampler: Any = DistributedSampler(
         rows, setup.ranks, rank, shuffle=shuffle, seed=3, drop_last=setup.drop_last
     )
     return kind(

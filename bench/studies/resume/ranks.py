@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from fuelrail.bench.studies.resume.histories import Act
 
 TIMEOUT_S: Final = 240.0
-_REFUSALS: Final = (AssertionError, NotImplementedError, RuntimeError, ValueError)
+_REFUSALS: Final = (AssertionError, NotImplementedError, ValueError)
 
 
 class RankPart(msgspec.Struct, kw_only=True):
@@ -79,7 +79,12 @@ def run_act(
     ranks = act.setup.ranks
 
     def rank_main(rank: int) -> NoReturn:
-        world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+        world: dict[str, object] = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": ranks,
+            "LOCAL_WORLD_SIZE": ranks,
+        }
         world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         os.environ.update({name: str(value) for name, value in world.items()})
         _run_rank(kind, act, rank=rank, before=before, data=data, records=records, folder=folder)
@@ -148,6 +153,8 @@ def _run_rank(
     if old and old[0].witness is not None:
         watched.load_state_dict([item.witness for item in old])
     place = old[rank % len(old)] if old else part
+    if place.witness is None:
+        watched.set_epoch(place.epoch)
     done = place.steps
     seen = [place.epoch]
     interval = act.setup.evaluation
@@ -212,7 +219,9 @@ def _run_rank(
     except BaseException as error:  # noqa: BLE001 - whatever a stack raises is its answer
         traceback.print_exc()
         part.error = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
-        is_refusal = isinstance(error, _REFUSALS) and bool(old) and not part.log
+        # Another setup may be refused, before its first batch; the same one may not.
+        is_other = before is not None and before[0].setup != act.setup
+        is_refusal = isinstance(error, _REFUSALS) and is_other and not part.log
         part.outcome = "refuses" if is_refusal else "crashes"
         if isinstance(error, NotRun):
             part.outcome = "not run"

@@ -348,10 +348,10 @@ def bench_resume(options: ResumeOptions) -> ResumeReport:
                 result = StackResult(name=name, left_out="its process ended without a result")
                 if file.exists():
                     result = msgspec.json.decode(file.read_bytes(), type=StackResult)
-        known = earlier.get(name)
-        if known is not None and known.left_out is None:
-            cells = {**known.cells, **result.cells}
-            whole = known if result.left_out is not None else result
+        past = earlier.get(name)
+        if past is not None and past.left_out is None:
+            cells = {**past.cells, **result.cells}
+            whole = past if result.left_out is not None else result
             result = msgspec.structs.replace(whole, cells=cells)
         earlier[name] = result
         stacks = [earlier[word] for word in STACKS if word in earlier]

@@ -31,12 +31,12 @@ def test_outcomes_are_those_that_the_stacks_were_made_for() -> None:
         "our order, buffer": "not run",
         "one batch more, kill": "loses 12",
         "backwards, kill": "other order",
-        "refusing, kill": "refuses",
+        "refusing, batch": "refuses",
         "crashing, kill": "crashes",
         "no way, kill": "not run",
         "own rows, whole": "exact (unbroken: repeats 288, loses 288, ranks saw the same)",
     }
-    assert said["refusing, kill"][1] == (
+    assert said["refusing, batch"][1] == (
         "in act 2: ValueError: no resume in the middle of an epoch"
     )
     assert "came again" in said["epoch start, kill"][1]
