@@ -190,6 +190,8 @@ class TestImports:
             "transformers": "transformers",
         }
         brought_by["lightning"] = "lightning"
+        brought_by |= {name: name for name in ("accelerate", "lerobot", "litdata", "torchtitan")}
+        brought_by |= {"megatron": "megatron-energon", "streaming": "mosaicml-streaming"}
         providers = packages_distributions()
         for file, names in imported_by().items():
             for top in (

@@ -9,7 +9,8 @@ from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, set_seed
 from torch.utils.data import DataLoader
 
-from fuelrail.bench.peers.stacks.stack import Rows, Stack
+from fuelrail.bench.peers.stacks.rows import Rows
+from fuelrail.bench.peers.stacks.stack import Stack
 
 
 class AccelerateSkip(Stack):

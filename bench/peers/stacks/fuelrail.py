@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 import fuelrail as fr
-from fuelrail.bench.peers.stacks.stack import Rows, Setup, Stack
+from fuelrail.bench.peers.stacks.rows import Rows
+from fuelrail.bench.peers.stacks.stack import Setup, Stack
 
 
 class OrderStack(Stack):

@@ -13,7 +13,8 @@ from lerobot.datasets.sampler import EpisodeAwareSampler
 from lerobot.datasets.utils import cycle
 from lerobot.utils.random_utils import load_rng_state, save_rng_state
 
-from fuelrail.bench.peers.stacks.stack import Rows, Stack
+from fuelrail.bench.peers.stacks.rows import Rows
+from fuelrail.bench.peers.stacks.stack import Stack
 
 
 class LeRobotStack(Stack):

@@ -10,7 +10,8 @@ import torch
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from fuelrail.bench.peers.stacks.stack import EPOCHS, Job, NotRun, Rows, Stack
+from fuelrail.bench.peers.stacks.rows import Rows
+from fuelrail.bench.peers.stacks.stack import EPOCHS, Job, NotRun, Stack
 from fuelrail.bench.peers.stacks.torch_loader import distributed_loader
 
 

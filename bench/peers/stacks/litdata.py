@@ -8,7 +8,8 @@ from typing import Any
 
 import litdata
 
-from fuelrail.bench.peers.stacks.stack import Rows, Setup, Stack
+from fuelrail.bench.peers.stacks.rows import Rows
+from fuelrail.bench.peers.stacks.stack import Setup, Stack
 
 SEED = 3
 

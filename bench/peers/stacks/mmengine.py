@@ -11,7 +11,8 @@ from mmengine.hooks import Hook
 from mmengine.model import BaseModel
 from mmengine.runner import Runner
 
-from fuelrail.bench.peers.stacks.stack import EPOCHS, Job, NotRun, Rows, Stack
+from fuelrail.bench.peers.stacks.rows import Rows
+from fuelrail.bench.peers.stacks.stack import EPOCHS, Job, NotRun, Stack
 
 
 class MMEngineModel(BaseModel):  # type: ignore[misc]

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Final
 
 import msgspec
-import torch
 
 EPOCHS: Final = 2
 """Epochs of a run."""
@@ -194,19 +193,6 @@ class Stateless(Stack):
 
     def state(self) -> Any:
         """Return nothing."""
-
-
-class Rows(torch.utils.data.Dataset[dict[str, Any]]):
-    """Rows that hold their number."""
-
-    def __init__(self, numbers: range) -> None:
-        self.numbers = numbers
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    def __getitem__(self, row: int) -> dict[str, Any]:
-        return {"index": self.numbers[row], "x": torch.tensor([float(self.numbers[row])])}
 
 
 def row_numbers(batch: Any) -> list[int]:

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch.utils.data import ConcatDataset, DataLoader, DistributedSampler
 
-from fuelrail.bench.peers.stacks.stack import Rows, Setup, Stateless
+from fuelrail.bench.peers.stacks.rows import Rows
+from fuelrail.bench.peers.stacks.stack import Setup, Stateless
 
 
 def distributed_loader(

@@ -9,7 +9,8 @@ from torch.utils.data import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
-from fuelrail.bench.peers.stacks.stack import Rows, Stack
+from fuelrail.bench.peers.stacks.rows import Rows
+from fuelrail.bench.peers.stacks.stack import Stack
 
 
 class Torchdata(Stack):

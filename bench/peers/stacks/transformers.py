@@ -7,7 +7,8 @@ from typing import Any
 import torch
 import transformers
 
-from fuelrail.bench.peers.stacks.stack import EPOCHS, Job, NotRun, Rows, Stack
+from fuelrail.bench.peers.stacks.rows import Rows
+from fuelrail.bench.peers.stacks.stack import EPOCHS, Job, NotRun, Stack
 
 
 class TransformersModel(torch.nn.Module):
