@@ -33,8 +33,10 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     words["diff"] = DIFF
     if importlib.util.find_spec(COMPARE_ROOM) is not None:
         from fuelrail.bench.studies.compare.session import COMPARE
+        from fuelrail.bench.studies.resume.session import RESUME
 
         words["compare"] = COMPARE
+        words["resume"] = RESUME
     else:
 
         def take_any_arguments(refused: argparse.ArgumentParser) -> None:
@@ -46,6 +48,9 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
         words["compare"] = Command(
             "compare loaders: runs from a checkout", take_any_arguments, refuse
+        )
+        words["resume"] = Command(
+            "kill and resume stacks: runs from a checkout", take_any_arguments, refuse
         )
     command_of_words("", words).configure(parser)
 

@@ -145,7 +145,21 @@ def doctor() -> DoctorReport:
         )
         advice = ""
     findings.append(Finding("native JPEG", state, advice))
-    findings.append(_pillow())
+    simd = _version("pillow-simd")
+    plain = _version("pillow")
+    advice = ""
+    if simd is not None:
+        state = f"ready, with SIMD: {simd}"
+    elif plain is None:
+        state = "Pillow is not installed"
+        advice = "pip install pillow"
+    else:
+        state = f"ready, without SIMD: {plain}"
+        advice = (
+            "pillow-simd in its place halves the time: pip uninstall pillow, then "
+            f"{how_to_install('fuelrail[simd]')}"
+        )
+    findings.append(Finding("decoder=pillow", state, advice))
     findings += _dali()
     for name, entry in plugin_decoders().items():
         findings.append(Finding(f"decoder={name}", f"plug-in: {entry.value}"))
@@ -163,21 +177,6 @@ def _version(*packages: str) -> str | None:
         except importlib.metadata.PackageNotFoundError:
             continue
     return None
-
-
-def _pillow() -> Finding:
-    simd = _version("pillow-simd")
-    if simd is not None:
-        return Finding("decoder=pillow", f"ready, with SIMD: {simd}")
-    plain = _version("pillow")
-    if plain is None:
-        return Finding("decoder=pillow", "Pillow is not installed", "pip install pillow")
-    return Finding(
-        "decoder=pillow",
-        f"ready, without SIMD: {plain}",
-        "pillow-simd in its place halves the time: pip uninstall pillow, then "
-        f"{how_to_install('fuelrail[simd]')}",
-    )
 
 
 def _dali() -> list[Finding]:

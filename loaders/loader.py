@@ -391,6 +391,83 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
                     self._run(walk, self.where.scheduled(walk))
             return self._drain(self._runner.take(), walk)
 
+    def _run(self, walk: Walk, scheduled: Iterator[Scheduled]) -> None:
+        """Start the threads on scheduled samples of a walk."""
+        streams = self._schedule.streams(walk)
+        requested = prefetch(scheduled, streams, self._look_ahead_bytes)
+        tasks = buffer_pool.tasks(
+            requested,
+            sources=self._schedule.sources,
+            take=self._take,
+            window=self._window,
+            groups=self._make.groups,
+        )
+        self._runner.start(
+            tasks,
+            self._left_out.stages(self.stages()),
+            [stream.session for stream in streams],
+        )
+
+    def _drain(self, pipeline: Pipeline, walk: Walk) -> Iterator[dict[str, Any]]:
+        """Hand out one epoch's batches, keeping the position; leaving it early stops the
+        threads.
+        """
+        num_batches = walk.num_steps
+        handed_out = 0
+
+        def begin_epoch() -> None:
+            """Make the following epoch the next iteration's, unless another one was set since
+            this one started.
+            """
+            if self._start is walk.start:
+                self._start = walk.following
+                self._epoch_is_set = False
+
+        try:
+            for output in islice(pipeline, num_batches):
+                batch = self._make.hand_over(output)
+                del output
+                if self._check_ranks and not handed_out:
+                    settings = settings_of_state(
+                        {**self.state_dict(), "batch_size": self.batch_size}
+                    )
+                    check_ranks_agree(settings, self.world, batch)
+                begin_epoch()
+                handed_out += 1
+                self._batches += 1
+                self._position = walk.after(handed_out)
+                self._ledger.hand_out(
+                    walk.after(handed_out - 1),
+                    self._position,
+                    partial(batch_digest, batch),
+                )
+                if (tuning := self._runner.tuning_due()) is not None:
+                    self.tune(tuning)
+                if handed_out == num_batches and self._runner.runs(pipeline):
+                    # Before the last batch, not after the loop: a user who counts by len() never
+                    # asks for one more.
+                    self._runner.park_at(walk.following.rolled(self._batching))
+                yield batch
+                del (
+                    batch
+                )  # while the consumer asks for the next one, its buffer is free for another
+            if self._runner.runs(pipeline):
+                following = walk.following.rolled(self._batching)
+                if not num_batches:
+                    begin_epoch()
+                    self._runner.park_at(following)
+                if self._runner.idle_at(following):  # and no other iteration has started
+                    self._position = following
+            elif handed_out < num_batches and self._walk is not walk:
+                raise FuelrailError(
+                    "another iteration of this loader was started, which ended this one "
+                    f"after {handed_out} of {num_batches} batches: a loader has one "
+                    "position; make one for each"
+                )
+        finally:
+            if self._runner.runs(pipeline) and handed_out < num_batches:
+                self._halt()
+
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the one that the next iteration runs, from its beginning.
 
@@ -514,66 +591,6 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _drain(self, pipeline: Pipeline, walk: Walk) -> Iterator[dict[str, Any]]:
-        """Hand out one epoch's batches, keeping the position; leaving it early stops the
-        threads.
-        """
-        num_batches = walk.num_steps
-        handed_out = 0
-
-        def begin_epoch() -> None:
-            """Make the following epoch the next iteration's, unless another one was set since
-            this one started.
-            """
-            if self._start is walk.start:
-                self._start = walk.following
-                self._epoch_is_set = False
-
-        try:
-            for output in islice(pipeline, num_batches):
-                batch = self._make.hand_over(output)
-                del output
-                if self._check_ranks and not handed_out:
-                    settings = settings_of_state(
-                        {**self.state_dict(), "batch_size": self.batch_size}
-                    )
-                    check_ranks_agree(settings, self.world, batch)
-                begin_epoch()
-                handed_out += 1
-                self._batches += 1
-                self._position = walk.after(handed_out)
-                self._ledger.hand_out(
-                    walk.after(handed_out - 1),
-                    self._position,
-                    partial(batch_digest, batch),
-                )
-                if (tuning := self._runner.tuning_due()) is not None:
-                    self.tune(tuning)
-                if handed_out == num_batches and self._runner.runs(pipeline):
-                    # Before the last batch, not after the loop: a user who counts by len() never
-                    # asks for one more.
-                    self._runner.park_at(walk.following.rolled(self._batching))
-                yield batch
-                del (
-                    batch
-                )  # while the consumer asks for the next one, its buffer is free for another
-            if self._runner.runs(pipeline):
-                following = walk.following.rolled(self._batching)
-                if not num_batches:
-                    begin_epoch()
-                    self._runner.park_at(following)
-                if self._runner.idle_at(following):  # and no other iteration has started
-                    self._position = following
-            elif handed_out < num_batches and self._walk is not walk:
-                raise FuelrailError(
-                    "another iteration of this loader was started, which ended this one "
-                    f"after {handed_out} of {num_batches} batches: a loader has one "
-                    "position; make one for each"
-                )
-        finally:
-            if self._runner.runs(pipeline) and handed_out < num_batches:
-                self._halt()
-
     def stages(self) -> list[Stage]:
         """Return the stages that samples go through to become batches, unstarted.
 
@@ -607,23 +624,6 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         self._make = self._make._replace(fixed=None, serves=not finishes)
         self._take = self._buffers(memory)
         return self._bad
-
-    def _run(self, walk: Walk, scheduled: Iterator[Scheduled]) -> None:
-        """Start the threads on scheduled samples of a walk."""
-        streams = self._schedule.streams(walk)
-        requested = prefetch(scheduled, streams, self._look_ahead_bytes)
-        tasks = buffer_pool.tasks(
-            requested,
-            sources=self._schedule.sources,
-            take=self._take,
-            window=self._window,
-            groups=self._make.groups,
-        )
-        self._runner.start(
-            tasks,
-            self._left_out.stages(self.stages()),
-            [stream.session for stream in streams],
-        )
 
     def make_steps(self, place: Cursor, number: int, count: int = 1) -> Iterator[Any]:
         """Yield ``count`` batches from this number after a place on, and request nothing else;

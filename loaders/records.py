@@ -1,18 +1,18 @@
 """The records of a sample's way through the loader, in order: each stage takes one and makes the
 next.
 
-======== ==================== =========== ==========================================================
-stage    takes                makes       adds
-======== ==================== =========== ==========================================================
-schedule positions            `Scheduled` epoch, step, row in the batch, dataset, rows of its frames
-prefetch `Scheduled`          `Requested` rows of the index, pending reads
-slot     `Requested`          `Task`      place in a batch buffer, the dataset's storage and reader
-fetch    `Task`               `Fetched`   checked bytes of every frame
-parse    `Fetched`            `Parsed`    samples with images still encoded; the augmentation drawn
-decode   `Parsed`             `Parsed`    pixels in the slot, which with DALI may be another one
-collate  list of `Parsed`     `Batch`     tensors, matrices, labels
-transfer batch, or `Collated` batch       on the device, normalised, through ``batch_transform``
-======== ==================== =========== ==========================================================
+========  ====================  ===========  ======================================================
+stage     takes                 makes        adds
+========  ====================  ===========  ======================================================
+schedule  positions             `Scheduled`  epoch, step, row in the batch, dataset, frames' rows
+prefetch  `Scheduled`           `Requested`  rows of the index, pending reads
+slot      `Requested`           `Task`       place in a batch, storage and reader of its dataset
+fetch     `Task`                `Fetched`    checked bytes of every frame
+parse     `Fetched`             `Parsed`     samples, images still encoded; the augmentation drawn
+decode    `Parsed`              `Parsed`     pixels in the slot, which with DALI may be another one
+collate   list of `Parsed`      `Batch`      tensors, matrices, labels
+transfer  batch, or `Collated`  batch        on the device, normalised, through ``batch_transform``
+========  ====================  ===========  ======================================================
 
 The ``str`` of a record is what an error message names. A substituted bad sample begins again as
 another `Task`.

@@ -21,7 +21,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"face", "settings"},
         {"runtime", "sample"},
         {"storage", "transforms", "cli"},
-        {"channels"},
+        {"channels", "native"},
         {"format"},
         {"order"},
     ],

@@ -191,7 +191,7 @@ def test_an_unknown_word_names_the_one_that_was_meant_or_the_known_ones(
         (
             ["bench", "trian"],
             (
-                "WORD must be one of train, loader, scale, diagnose, comm, diff, compare; got 'trian'; "
+                "WORD must be one of train, loader, scale, diagnose, comm, diff, compare, resume; got 'trian'; "
                 "did you mean train?"
             ),
         ),

@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 FACE = ROOT / ".src" / "fuelrail"
 FOLDERS = ("bench", "loaders", "pipeline", "sharding")
-CHECKOUT_ONLY = [ROOT / "bench" / place for place in ("micro", "peers", "studies/compare")]
+CHECKOUT_ONLY = [
+    ROOT / "bench" / place for place in ("micro", "peers", "studies/compare", "studies/resume")
+]
 LOOK_FOR_COMPARE = (
     "bench/commands.py",
     "bench/studies/diff.py",
@@ -139,7 +141,7 @@ class TestImports:
                 not stays_in_checkout(file)
                 and file.relative_to(ROOT).as_posix() not in LOOK_FOR_COMPARE
             ):
-                rooms = r"(fuelrail\.bench\.(gpu|micro|peers|studies\.compare)|support|tests)\b"
+                rooms = r"(fuelrail\.bench\.(gpu|micro|peers|studies\.(compare|resume))|support|tests)\b"
                 stays = {name for name in names if re.match(rooms, name)}
                 assert not stays, f"{file.relative_to(ROOT)} imports {stays}"
 
@@ -188,6 +190,8 @@ class TestImports:
             "transformers": "transformers",
         }
         brought_by["lightning"] = "lightning"
+        brought_by |= {name: name for name in ("accelerate", "lerobot", "litdata", "torchtitan")}
+        brought_by |= {"megatron": "megatron-energon", "streaming": "mosaicml-streaming"}
         providers = packages_distributions()
         for file, names in imported_by().items():
             for top in (

@@ -8,6 +8,8 @@ from fuelrail.loaders.config import Normalize as Normalize
 from fuelrail.loaders.config import StaticBatches as StaticBatches
 from fuelrail.loaders.config import StorageOptions as StorageOptions
 from fuelrail.loaders.config import Transforms as Transforms
+from fuelrail.loaders.decode.arrays import decode_batch as decode_batch
+from fuelrail.loaders.decode.arrays import decode_jpeg as decode_jpeg
 from fuelrail.loaders.decode.lens import Undistort as Undistort
 from fuelrail.loaders.decode.protocol import DaliOptions as DaliOptions
 from fuelrail.loaders.distributed import mesh_world as mesh_world
@@ -34,7 +36,6 @@ from fuelrail.pipeline.order.pack import Pack as Pack
 from fuelrail.pipeline.order.spec import OrderSpec as OrderSpec
 from fuelrail.pipeline.order.weights import AttributeWeights as AttributeWeights
 from fuelrail.pipeline.order.weights import ClassBalance as ClassBalance
-from fuelrail.pipeline.order.weights import FileWeights as FileWeights
 from fuelrail.pipeline.order.windows import ChannelWindow as ChannelWindow
 from fuelrail.pipeline.order.windows import FrameWindow as FrameWindow
 from fuelrail.pipeline.order.windows import TimeWindow as TimeWindow
@@ -50,7 +51,6 @@ from fuelrail.sharding.api import inspect as inspect
 from fuelrail.sharding.api import reshard as reshard
 from fuelrail.sharding.api import shard as shard
 from fuelrail.sharding.api import verify as verify
-from fuelrail.sharding.demo.options import SynthOptions as SynthOptions
 from fuelrail.sharding.demo.synth import synth as synth
 from fuelrail.sharding.forget import forget as forget
 from fuelrail.sharding.planning.recipe import Recipe as Recipe

@@ -215,17 +215,22 @@ def peak_memory_bytes() -> int:
     )
 
 
-class CpuUse(msgspec.Struct, frozen=True, kw_only=True):
+class CpuUse(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    rename={"own_cpus": "own", "other_cpus": "others"},
+):
     """Mean number of CPUs in use over a while: by this process and its ended children, and by all
     others.
 
-    ``others`` is None where it cannot be known: without ``/proc/stat``, or where we may use only
-    some of the CPUs that it counts.
+    ``other_cpus`` is None where it cannot be known: without ``/proc/stat``, or where we may use
+    only some of the CPUs that it counts.
     """
 
     seconds: float
-    own: float
-    others: float | None
+    own_cpus: float
+    other_cpus: float | None
     usable: float
 
     @property
@@ -233,11 +238,11 @@ class CpuUse(msgspec.Struct, frozen=True, kw_only=True):
         """A message on the CPU time of other processes, if that was more than a twentieth of the
         CPUs.
         """
-        if self.others is None or self.others <= 0.05 * self.usable:
+        if self.other_cpus is None or self.other_cpus <= 0.05 * self.usable:
             return None
         return (
-            f"other processes used {self.others:.1f} of {self.usable:g} CPUs, this measurement "
-            f"{self.own:.1f}"
+            f"other processes used {self.other_cpus:.1f} of {self.usable:g} CPUs, this measurement "
+            f"{self.own_cpus:.1f}"
         )
 
 
@@ -245,13 +250,13 @@ def combine_host_uses(uses: Sequence[CpuUse]) -> CpuUse:
     """Return the use of one host's CPUs by processes that watched it together: to each the rest
     were others.
     """
-    own_cpus = sum(use.own for use in uses)
-    totals = [use.own + use.others for use in uses if use.others is not None]
+    own_cpus = sum(use.own_cpus for use in uses)
+    totals = [use.own_cpus + use.other_cpus for use in uses if use.other_cpus is not None]
     other_cpus = max(0.0, max(totals) - own_cpus) if totals else None
     return CpuUse(
         seconds=max(use.seconds for use in uses),
-        own=own_cpus,
-        others=other_cpus,
+        own_cpus=own_cpus,
+        other_cpus=other_cpus,
         usable=uses[0].usable,
     )
 
@@ -280,8 +285,8 @@ class CpuWatch:
             other_cpus = max(0.0, (all_s - self._all_s) / seconds - own_cpus)
         return CpuUse(
             seconds=seconds,
-            own=own_cpus,
-            others=other_cpus,
+            own_cpus=own_cpus,
+            other_cpus=other_cpus,
             usable=usable_cpus(),
         )
 

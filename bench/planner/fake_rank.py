@@ -122,7 +122,7 @@ class RankRun(NamedTuple):
     sent: list[list[Collective]]
 
 
-class _Memory(Counter):
+class _Memory(Counter):  # type: ignore[no-untyped-call]
     """A counter that notes the bytes in memory after each operator, too."""
 
     def __init__(self, mesh: DeviceMesh | None, tracker: Any) -> None:

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 COMPARE_ROOM = "fuelrail.bench.studies.compare"
 FROM_CHECKOUT = (
-    "`fuelrail bench compare` and its reports are not in the installed package: clone the "
+    "`fuelrail bench compare` and `bench resume` are not in the installed package: clone the "
     "repository, run `pip install -e '.[bench,peers,view]'` in it, and repeat the command there"
 )
 _WORSE = 1

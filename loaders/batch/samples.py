@@ -241,9 +241,7 @@ def _drawn(
     *,
     hides: bool,
 ) -> Parsed:
-    """Draw the augmentation of sample ``number``, once for all of its frames; ``known`` holds
-    these by row.
-    """
+    """Draw the augmentation of sample ``number``, once for all of its frames."""
     seed = augments.seed
     epoch = task.slot.epoch
     reader = task.source.reader

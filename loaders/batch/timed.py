@@ -52,7 +52,7 @@ class TimedChannel(NamedTuple):
         """Return the values at the K times about a sample's time, None for those that are not
         there.
 
-        ``known`` are samples at ascending times [ns], with their values.
+        ``timed_samples`` are samples at ascending times [ns], with their values.
         """
         name = self.channel.name
         times = np.array([time for time, _ in timed_samples], np.int64)

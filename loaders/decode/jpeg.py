@@ -42,13 +42,25 @@ def decode_jpeg(
     width = scaled_size(info.width, 1, factor)
     height = scaled_size(info.height, 1, factor)
     room = scratch.take("decoded", lead + height, width, 4)
+    image = room[lead:]
+    read_pixels(encoded, "CMYK" if info.is_cmyk else "RGBX", image)
+    if not info.is_cmyk:
+        return room
+    # Ink values are stored inverted (Adobe's convention, which Pillow assumes too): 255 means no
+    # ink.
+    return ((image[..., :3].astype(np.uint16) * image[..., 3:] + 127) // 255).astype(np.uint8)
+
+
+def read_pixels(encoded: Buffer, colours: str, out: Picture) -> None:
+    """Decode a JPEG into ``out`` (height, width, channels), at the least scale that fills it.
+
+    ``colours`` names the channels as simplejpeg does. Raises ImageError; ``out`` has no meaning
+    then.
+    """
+    height, width = out.shape[:2]
     try:
         image: Picture = simplejpeg.decode_jpeg(
-            encoded,
-            "CMYK" if info.is_cmyk else "RGBX",
-            min_height=height,
-            min_width=width,
-            buffer=room[lead:],
+            encoded, colours, min_height=height, min_width=width, buffer=out
         )
     except ValueError as error:
         if "subsampling" in str(error):
@@ -57,12 +69,7 @@ def decode_jpeg(
                 "decoder='pillow' takes it, or re-encode it as 4:2:0, 4:2:2 or 4:4:4"
             ) from error
         raise ImageError(f"JPEG cannot be decoded: {error}") from error
-    if image.shape != (height, width, 4):
+    if image.shape != out.shape:
         raise ImageError(
             f"JPEG decoded to {image.shape[1]}x{image.shape[0]}, expected {width}x{height}"
         )
-    if not info.is_cmyk:
-        return room
-    # Ink values are stored inverted (Adobe's convention, which Pillow assumes too): 255 means no
-    # ink.
-    return ((image[..., :3].astype(np.uint16) * image[..., 3:] + 127) // 255).astype(np.uint8)

@@ -10,14 +10,11 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 import numpy as np
 from torch.utils.data import Dataset as TorchDataset
 
-from fuelrail.loaders.decode import make_decoder
+from fuelrail.loaders.decode.arrays import decode_jpeg
 from fuelrail.loaders.schedule.selection import Selectable
-from fuelrail.pipeline.errors import needs
 from fuelrail.pipeline.sample.image_header import probe
-from fuelrail.pipeline.transforms.image_map import ImageMap
 
 if TYPE_CHECKING:
-    from fuelrail.loaders.decode.protocol import ImageDecoder
     from fuelrail.pipeline.format.dataset import Dataset
 
 
@@ -67,7 +64,6 @@ class MapView(TorchDataset[Any]):
         self._dataset = dataset
         self._transform = transform
         self._cameras = {camera.channel for camera in dataset.manifest.cameras}
-        self._decoder: ImageDecoder | None = None
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -82,14 +78,9 @@ class MapView(TorchDataset[Any]):
         }
         for channel, value in item.items():
             if channel in self._cameras:
-                if self._decoder is None:
-                    with needs("an image that is decoded"):
-                        self._decoder = make_decoder()
                 info = probe(value)
                 image = np.empty((3, info.height, info.width), np.uint8)
-                whole = ImageMap.identity((info.width, info.height))
-                self._decoder.decode_into(value, whole, image)
-                item[channel] = image
+                item[channel] = decode_jpeg(value, out=image)
             elif isinstance(value, np.ndarray) and not value.flags.writeable:
                 item[channel] = value.copy()
         return item if self._transform is None else self._transform(item)
@@ -101,6 +92,3 @@ class MapView(TorchDataset[Any]):
         channels = None if self._channels is None else sorted(self._channels)
         attributes = f", attributes={sorted(self._attributes)}" if self._attributes else ""
         return f"MapView({self._dataset.manifest.fingerprint}, channels={channels}{attributes})"
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_decoder": None}

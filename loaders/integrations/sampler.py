@@ -121,11 +121,15 @@ class BatchSampler:
             global_batch=global_batch,
             entries=entries,
         )
+        resolved = World()
+        if isinstance(world, World):
+            resolved = world
+        elif world is not None or "torch" in sys.modules or "RANK" in os.environ:
+            from fuelrail.loaders.distributed import resolve_world
+
+            resolved = resolve_world(world)
         self._batching = order_batching(
-            self._rows.order,
-            global_batch,
-            _find_world(world),
-            drop_last=drop_last,
+            self._rows.order, global_batch, resolved, drop_last=drop_last
         )
         self._identity = Identity(
             dataset=self._rows.described,
@@ -417,13 +421,3 @@ class CountedLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state; see `BatchSampler.load_state_dict`."""
         self.sampler.load_state_dict(state)
-
-
-def _find_world(world: World | DeviceMesh | None) -> World:
-    if isinstance(world, World):
-        return world
-    if world is None and "torch" not in sys.modules and "RANK" not in os.environ:
-        return World()
-    from fuelrail.loaders.distributed import resolve_world
-
-    return resolve_world(world)

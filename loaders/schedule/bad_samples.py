@@ -186,12 +186,9 @@ class BadSamples:
             "message": str(error),
             "replaced_by": replaced_by,
         }
+        place = f"shard {line['shard']}, offset {line['offset']}"
         _LOG.warning(
-            "bad sample %s (shard %s, offset %s) replaced by %s",
-            line["key"],
-            line["shard"],
-            line["offset"],
-            f"{replaced_by}: {error}",
+            "bad sample %s replaced by %s: %s", f"{line['key']} ({place})", replaced_by, error
         )
         if self._policy.file is None:
             return

@@ -33,6 +33,20 @@ _STORED_ONLY: Final = frozenset(
     {"field", "codec", "optional", "sizes", "source_name", "description"}
 )
 
+_FACTS: Final[Mapping[str, Callable[[Dataset], object]]] = {
+    "classes": lambda dataset: list(dataset.manifest.classes),
+    "labels": lambda dataset: "boxes" if BOXES in dataset.index.names else "no boxes",
+    "ego poses": lambda dataset: "poses" if dataset.manifest.has_poses else "no poses",
+    "calibrations": lambda dataset: "a calibration" if dataset.manifest.has_calibration else "none",
+    "origins of the ego frame": lambda dataset: dataset.manifest.ego_origin,
+    # A batch has the matrices from and to the lidar for all of its samples or for none.
+    "lidars": lambda dataset: "a lidar" if dataset.manifest.lidars else "no lidar",
+    "lidars' columns": lambda dataset: [
+        f"{lidar.channel}: {', '.join(lidar.columns)}" for lidar in dataset.manifest.lidars[:1]
+    ],
+}
+"""What must be equal in datasets of one batch; the columns where points are loaded."""
+
 DatasetLike: TypeAlias = "str | os.PathLike[str] | Dataset"
 
 _NUM_LOOKED_AT = 4
@@ -126,10 +140,11 @@ def check_compatible(
             list(chosen[dataset_name].batch_names or chosen[dataset_name].cameras or ())
             for dataset_name in (first, name)
         ]
-        facts: dict[str, Sequence[object]] = {
-            "cameras": cameras,
-            **_facts(first_dataset, second, points=points),
-        }
+        facts: dict[str, Sequence[object]] = {"cameras": cameras}
+        for fact, read in _FACTS.items():
+            facts[fact] = read(first_dataset), read(second)
+        if not points:
+            del facts["lidars' columns"]
         # What only says how channels are stored may differ.
         second_channels = {channel.name: channel for channel in entries[1]}
         for channel in entries[0]:
@@ -145,29 +160,6 @@ def check_compatible(
                     f"{fact} differ: {first!r} has {one_side}, {name!r} has {other_side}; "
                     "reshard one of them to match the other"
                 )
-
-
-def _facts(first: Dataset, second: Dataset, *, points: bool) -> dict[str, tuple[object, object]]:
-    def of_both(fact: Callable[[Dataset], object]) -> tuple[object, object]:
-        return fact(first), fact(second)
-
-    def columns(dataset: Dataset) -> object:
-        return [
-            f"{lidar.channel}: {', '.join(lidar.columns)}" for lidar in dataset.manifest.lidars[:1]
-        ]
-
-    facts = {
-        "classes": of_both(lambda dataset: list(dataset.manifest.classes)),
-        "labels": of_both(lambda dataset: "boxes" if BOXES in dataset.index.names else "no boxes"),
-        "ego poses": of_both(lambda dataset: "poses" if dataset.manifest.has_poses else "no poses"),
-        "calibrations": of_both(
-            lambda dataset: "a calibration" if dataset.manifest.has_calibration else "none"
-        ),
-        "origins of the ego frame": of_both(lambda dataset: dataset.manifest.ego_origin),
-        # A batch has the matrices from and to the lidar for all of its samples or for none.
-        "lidars": of_both(lambda dataset: "a lidar" if dataset.manifest.lidars else "no lidar"),
-    }
-    return {**facts, "lidars' columns": of_both(columns)} if points else facts
 
 
 def unknown_to(sources: Sequence[Source]) -> frozenset[str]:

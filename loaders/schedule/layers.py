@@ -73,7 +73,7 @@ def open_layers(
 ) -> Layers:
     """Open the layers of the datasets.
 
-    ``given`` maps names to places or to `LayerOptions`; of a mix, dataset names to such maps.
+    ``layers`` maps names to places or to `LayerOptions`; of a mix, dataset names to such maps.
     ``opening`` are the keywords of `open_layer`.
 
     Raises ConfigError for what is not such a map, and what `open_layer` raises.

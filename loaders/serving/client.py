@@ -51,7 +51,7 @@ class Transport(Protocol):
         """Change the numbers of threads and of ready batches there."""
 
     def stop(self) -> None:
-        """StepRequest no more steps of this iteration."""
+        """Ask for no more steps of this iteration."""
 
     def end(self) -> None:
         """End what makes the steps; the next iteration starts it again."""

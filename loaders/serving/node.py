@@ -226,7 +226,16 @@ class _Host:
                 connection.send(None)
                 self._ranks[local_rank] = _Rank(connection, process, server)
                 if len(self._ranks) == self._num_ranks:
-                    self._begin()
+                    for setup, server in self._servers.values():
+                        if setup.shares_cpus:
+                            num_workers = setup.arguments[0].num_workers * len(server.clients)
+                            server.tune(Tuning(num_workers, setup.arguments[0].prefetch_factor))
+                        thread = threading.Thread(target=server.serve)
+                        thread.start()
+                        self.threads.append(thread)
+                    self.has_begun.set()
+                    # From now on a connection is refused, so that its rank starts another process.
+                    self._listening.shutdown(socket.SHUT_RDWR)
         except (EOFError, OSError):
             connection.close()
         except Exception as error:  # noqa: BLE001 - its trainer says what is wrong
@@ -255,19 +264,6 @@ class _Host:
                 "arguments for where='node': make the same loaders in the same order on all ranks"
             )
         return entry[1]
-
-    def _begin(self) -> None:
-        for setup, server in self._servers.values():
-            if setup.shares_cpus:
-                num_workers = setup.arguments[0].num_workers
-                ready = setup.arguments[0].prefetch_factor
-                server.tune(Tuning(num_workers * len(server.clients), ready))
-            thread = threading.Thread(target=server.serve)
-            thread.start()
-            self.threads.append(thread)
-        self.has_begun.set()
-        # From now on a connection is refused, so that its rank starts another process.
-        self._listening.shutdown(socket.SHUT_RDWR)
 
 
 def _plain(setup: Setup) -> tuple[object, object]:

@@ -169,13 +169,13 @@ class ProcessTransport:
                 attempts += 1
                 event = f"the process that makes the batches ended before batch {step.number} "
                 event += "of this iteration"
-                lost = self.link
+                link = self.link
                 self.link = None
-                if lost is not None:
-                    lost.end()
-                if lost is not None and lost.process is not None:
+                if link is not None:
+                    link.end()
+                if link is not None and link.process is not None:
                     event += (
-                        f" with exit code {lost.process.exitcode} (negative: killed by that "
+                        f" with exit code {link.process.exitcode} (negative: killed by that "
                         "signal, as -9 for lack of memory)"
                     )
                 if attempts >= _ATTEMPTS:
@@ -190,7 +190,7 @@ class ProcessTransport:
                 self.link.send(tuning)
 
     def stop(self) -> None:
-        """StepRequest no more steps; the process waits for the next iteration."""
+        """Ask for no more steps; the process waits for the next iteration."""
         if self.link is not None:
             with contextlib.suppress(_LostError):
                 self.link.send(Stop())

@@ -58,7 +58,7 @@ class Setup(NamedTuple):
 
 
 class StepRequest(NamedTuple):
-    """StepRequest a step: the one with this number after a place of the order."""
+    """Ask for a step: the one with this number after a place of the order."""
 
     iteration: int
     place: Cursor
@@ -95,7 +95,7 @@ class StepResult(NamedTuple):
 
 
 class Stop(NamedTuple):
-    """StepRequest no more steps of this iteration."""
+    """Ask for no more steps of this iteration."""
 
 
 class Free(NamedTuple):
@@ -182,14 +182,20 @@ class RankServer:
     """
 
     def __init__(self, setup: Setup, memory: Memory | None = None) -> None:
-        """StepRequest the loader; its batches are in ``memory``, else in shared memory."""
+        """Make the loader; its batches are in ``memory``, else in shared memory."""
         torch.set_num_threads(setup.num_threads)
         self._memory = SharedMemory(setup.memory_bytes)
         self._events: list[tuple[str, int, int, float, float]] = []
         self._replaced: list[tuple[int, int, str | None, str]] = []
-        trace = self._note if setup.is_traced else None
-        self._loader = setup.make(*setup.arguments, trace=trace)
-        note = lambda *event: self._replaced.append(event)  # noqa: E731
+
+        def trace(stage: str, item: int, batch: int, begin_s: float, end_s: float) -> None:
+            if stage != "wait":  # the trainer's own wait is what counts
+                self._events.append((stage, item, batch, begin_s, end_s))
+
+        def note(*event: Any) -> None:
+            self._replaced.append(event)
+
+        self._loader = setup.make(*setup.arguments, trace=trace if setup.is_traced else None)
         self._bad = self._loader.serve(memory or self._memory.new, note, finishes=setup.finishes)
         self.changed = threading.Condition()
         self.clients: list[Client] = []
@@ -199,7 +205,7 @@ class RankServer:
         """The last iteration that was ended."""
 
     def join(self, connection: Any) -> Client:
-        """StepRequest a connection a client, and return that."""
+        """Make a connection a client, and return that."""
         client = Client(connection, self.changed)
         with self.changed:
             self.clients.append(client)
@@ -216,12 +222,8 @@ class RankServer:
         """Let go of the loader's files and threads, before any batch is made."""
         self._loader.close()
 
-    def _note(self, stage: str, item: int, batch: int, begin_s: float, end_s: float) -> None:
-        if stage != "wait":  # the trainer's own wait is what counts
-            self._events.append((stage, item, batch, begin_s, end_s))
-
     def serve(self) -> None:
-        """StepRequest steps until no client is connected."""
+        """Make steps until no client is connected."""
         while True:
             with self.changed:
                 self.changed.wait_for(lambda: self._due() is not None or not self._connected())
@@ -245,7 +247,7 @@ class RankServer:
         return min(pending, key=lambda step: (step.iteration, step.number))
 
     def _make_from(self, first: StepRequest) -> None:
-        """StepRequest an iteration's steps from this one on, until no client asks for more."""
+        """Make an iteration's steps from this one on, until no client asks for more."""
         number = first.number
         try:
             with contextlib.closing(self._loader.batches_from(first.place, number)) as batches:

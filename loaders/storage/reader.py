@@ -49,7 +49,7 @@ class SampleReader:
     of earlier sweeps; and with neither that nor ``extra`` are user members. Of further channels
     only ``channels``, entries of the dataset's table or of layers that ``storage`` has, are read;
     they stay raw, in ``Sample.extra``. ``cameras`` are the cameras whose images are read, and of
-    which samples are; None: all. ``shown`` are other names for them, in whose order they come.
+    which samples are; None: all. ``batch_names`` are other names for them, in whose order they come.
     """
 
     def __init__(

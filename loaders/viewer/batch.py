@@ -29,7 +29,7 @@ from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.sample.schema import box_corners
 
 if TYPE_CHECKING:
-    from fuelrail.loaders.config import BoxFrame, Normalize, Transforms
+    from fuelrail.loaders.config import BoxFrame, Transforms
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.format.layers import Layer
@@ -179,15 +179,23 @@ class _Frames:
         parts = img if isinstance(img, dict) else {None: img}
         images_of_frames: list[dict[str, NDArray[np.uint8]]] = [{} for _ in self.entry("ida_mat")]
         for name, part in parts.items():
-            of_part = _undo(part[self._at].detach(), transforms.normalize)
+            pixels = part[self._at].detach()
+            if pixels.dtype != torch.uint8:
+                normalize = transforms.normalize
+                if normalize is None:
+                    raise ConfigError(
+                        "'img' must be uint8 to be drawn, or normalised by "
+                        f"Transforms(normalize=...), got {pixels.dtype}"
+                    )
+                mean = torch.tensor(normalize.mean, device=pixels.device)[:, None, None]
+                std = torch.tensor(normalize.std, device=pixels.device)[:, None, None]
+                pixels = (pixels.float() * std + mean).round().clamp(0, 255).byte()
+                pixels = pixels.flip(-3) if normalize.channel_order == "bgr" else pixels
+            images = _array(pixels if self._has_windows else pixels[None])
             names = cameras if name is None or groups is None else groups[name].cameras
-            for frame, of_frame in zip(
-                images_of_frames,
-                of_part if self._has_windows else of_part[None],
-                strict=True,
-            ):
-                frame.update(zip(names, of_frame, strict=True))
-        return [[of_frame[camera] for camera in cameras] for of_frame in images_of_frames]
+            for by_camera, frame in zip(images_of_frames, images, strict=True):
+                by_camera.update(zip(names, frame, strict=True))
+        return [[by_camera[camera] for camera in cameras] for by_camera in images_of_frames]
 
     def boxes(self, box_frame: BoxFrame) -> list[DrawnBoxes] | None:
         """Return the boxes in each frame's ego, moved by their velocity since the sample's own
@@ -246,7 +254,7 @@ class _Frames:
 
 
 def draw_sample(batch: Mapping[str, Any], row: int, loader: LoaderDisplay) -> NDArray[np.uint8]:
-    """Draw sample ``at`` of a loader's batch with its selected channels, uint8 [H, W, 3], RGB."""
+    """Draw sample ``row`` of a loader's batch with its selected channels, uint8 [H, W, 3], RGB."""
     cameras = loader.cameras
     transforms = loader.transforms
     frames = _Frames(batch, row)
@@ -284,23 +292,6 @@ def _array(value: object) -> NDArray[Any]:
 
 def _moved(points: NDArray[np.float64], matrix: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.asarray(points @ matrix[:3, :3].T + matrix[:3, 3])
-
-
-def _undo(img: torch.Tensor, normalize: Normalize | None) -> NDArray[np.uint8]:
-    """Return images [..., 3, H, W] as they were before they were normalised, RGB."""
-    if img.dtype == torch.uint8:
-        return _array(img)
-    if normalize is None:
-        raise ConfigError(
-            "'img' must be uint8 to be drawn, or normalised by Transforms(normalize=...), "
-            f"got {img.dtype}"
-        )
-    mean, std = (
-        torch.tensor(levels, device=img.device)[:, None, None]
-        for levels in (normalize.mean, normalize.std)
-    )
-    levels = (img.float() * std + mean).round().clamp(0, 255).byte()
-    return _array(levels.flip(-3) if normalize.channel_order == "bgr" else levels)
 
 
 def values_of(

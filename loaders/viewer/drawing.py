@@ -131,8 +131,21 @@ def contact_sheet(
             constant_values=_DARK,
         )
         sheet = np.concatenate([sheet, pane], 1)
-    parts = [sheet] if boxes is None else [sheet, _legend(sheet.shape[1], boxes, classes)]
-    parts += [_line(sheet.shape[1], channel, value) for channel, value in values]
+    width = sheet.shape[1]
+    parts = [sheet]
+    if boxes is not None:
+        legend = np.full((26, width, 3), _DARK, np.uint8)
+        left = 10
+        for label in sorted(set(boxes.label.tolist())):
+            name = classes[label] if label >= 0 else "other"
+            text = f"{name} {int((boxes.label == label).sum())}"
+            corners = (left, 7), (left + 12, 19)
+            cv2.rectangle(legend, *corners, color=_colour(label), thickness=cv2.FILLED)
+            _write(legend, text, (left + 18, 18), (230, 230, 230))
+            left += 18 + _text_size(text)[0] + 24
+        parts.append(legend)
+    for channel, value in values:
+        parts.append(_line(width, channel, value))
     return np.concatenate(parts)
 
 
@@ -174,12 +187,14 @@ def _tiles(
             depths = corners.mean(1) @ projection[2, :3] + projection[2, 3]
             for box in np.argsort(-depths):
                 _hide_behind(tile, plain, corners[box], projection)
-                _draw_box(
-                    tile,
-                    corners[box],
-                    projection,
-                    _colour(int(frame.boxes.label[box])),
-                )
+                colour = _colour(int(frame.boxes.label[box]))
+                for a, b in (*_EDGES, *_FRONT):
+                    segment = project_segment(corners[box, a], corners[box, b], projection)
+                    # Far outside the picture OpenCV's fixed-point coordinates would overflow.
+                    if segment is None or np.abs(segment).max() > 20 * max(tile.shape[:2]):
+                        continue
+                    start, end = np.round(np.array(segment) * 16).astype(int).tolist()
+                    cv2.line(tile, start, end, colour, lineType=cv2.LINE_AA, shift=4)
         turned = "" if frame.ida_mat is None else _turned(frame.ida_mat[number])
         _caption(tile, f"{channel}{frame.title}{turned}")
         tiles[channel] = tile
@@ -297,22 +312,6 @@ def _from_above(
     cv2.fillConvexPoly(pane, pixels(ego), (255, 255, 255), cv2.LINE_AA)
     _caption(pane, "from above [ego]")
     return pane
-
-
-def _draw_box(
-    tile: NDArray[np.uint8],
-    corners: NDArray[np.float64],
-    ego2img: NDArray[np.float64],
-    colour: tuple[int, int, int],
-) -> None:
-    height, width = tile.shape[:2]
-    for a, b in (*_EDGES, *_FRONT):
-        segment = project_segment(corners[a], corners[b], ego2img)
-        # Far outside the picture OpenCV's fixed-point coordinates would overflow.
-        if segment is None or max(np.abs(p).max() for p in segment) > 20 * max(width, height):
-            continue
-        first, second = ((round(float(u) * 16), round(float(v) * 16)) for u, v in segment)
-        cv2.line(tile, first, second, colour, lineType=cv2.LINE_AA, shift=4)
 
 
 def _draw_value(tile: NDArray[np.uint8], channel: Channel, value: Any) -> None:
@@ -452,20 +451,3 @@ def _grid(tiles: Sequence[NDArray[np.uint8]], columns: int) -> NDArray[np.uint8]
         left = _GAP_PX + number % columns * (width + _GAP_PX)
         sheet[top : top + tile.shape[0], left : left + tile.shape[1]] = tile
     return sheet
-
-
-def _legend(width: int, boxes: DrawnBoxes, classes: Sequence[str]) -> NDArray[np.uint8]:
-    strip = np.full((26, width, 3), _DARK, np.uint8)
-    left = 10
-    for label in sorted(set(boxes.label.tolist())):
-        text = f"{classes[label] if label >= 0 else 'other'} {int((boxes.label == label).sum())}"
-        cv2.rectangle(
-            strip,
-            (left, 7),
-            (left + 12, 19),
-            color=_colour(label),
-            thickness=cv2.FILLED,
-        )
-        _write(strip, text, (left + 18, 18), (230, 230, 230))
-        left += 18 + _text_size(text)[0] + 24
-    return strip

@@ -1,4 +1,4 @@
-"""Judge whether ranks saw what they should in an epoch: each row once, as many batches, equal groups."""
+"""Judge whether ranks saw what they should: each row once, as many batches, equal groups."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def expect(value: Any, kind: str | None) -> Expected:
             record.kind = rows.kind  # type: ignore[assignment]
         if record.kind != rows.kind:
             raise ConfigError("expected= must be a list of integers, or of texts, not of both")
-        record.table.add(rows)
+        record.table.add(rows.hashes[:, 0], rows.names)
         record.sums = add_sums(record.sums, rows.hashes.sum(axis=0, dtype=np.uint64).tolist())
     return Expected(record, ids)
 
@@ -253,53 +253,13 @@ def _compare_rows(counted: Sequence[Epoch], total: Epoch, rules: Rules) -> Itera
         return
     expected = rules.expected.record
     ids = rules.expected.ids
-    has_ids = expected is not None and (expected.table or expected.before) is not None
-    kind = total.kind
-    if expected is not None and has_ids:
-        kind = expected.kind
-        if total.kind not in (None, kind):
-            text = f"ids are of kind {total.kind}, and those of expected= of {kind}: give key="
-            yield Fault("keys", text)
-            return
-    if expected is not None and has_ids and total.is_complete:
-        if (total.rows, total.sums) == (expected.rows, expected.sums):
-            return
-        table = total.table
-        reference = expected.table
-        if total.before or expected.before or reference is None:
-            table = total.fold()
-            reference = expected.fold()
-        difference = copy.deepcopy(reference)
-        difference.cells *= -1
-        add_tables(difference, table)
-        surplus = difference.surplus()
-        net = total.rows - expected.rows
-        error = 2.5 * surplus.estimate * (2 / difference.cells[:, :, 0].size) ** 0.5
-        repeated = max(net, 0)
-        if surplus.is_whole:
-            repeated = int(surplus.times[surplus.times > 0].sum())
-        elif surplus.estimate - abs(net) > error:
-            repeated = max((surplus.estimate + net) // 2, repeated)
-        missing = repeated - net
-    else:
-        # By the sample: rows that came again.
-        sample = total.sample.rows
-        repeats = sample[sample["count"] > 1]
-        times = repeats["count"] - 1
-        repeated = int(times.sum())
-        is_whole = total.sample.limit == ALL
-        if not is_whole:
-            repeated = round(repeated / max(int(sample["count"].sum()), 1) * total.rows)
-        surplus = Surplus(
-            hashes=repeats["hash"],
-            names=repeats["name"],
-            times=times,
-            is_whole=is_whole,
-            estimate=repeated,
-        )
-        missing = 0
-        if expected is not None and total.is_complete and (is_whole or not repeated):
-            missing = expected.rows - total.rows + repeated
+    listed_kind = None if expected is None else expected.kind
+    if listed_kind is not None and total.kind not in (None, listed_kind):
+        text = f"ids are of kind {total.kind}, and those of expected= of {listed_kind}: give key="
+        yield Fault("keys", text)
+        return
+    surplus, repeated, missing = _find_surplus(total, expected)
+    kind = total.kind or listed_kind
     names = row_names(kind, surplus.hashes, surplus.names)
     is_more = surplus.times > 0
     is_listed = np.ones(len(names), bool)
@@ -317,8 +277,8 @@ def _compare_rows(counted: Sequence[Epoch], total: Epoch, rules: Rules) -> Itera
     repeated -= foreign
     foreign += max(-missing, 0)
     missing = max(missing, 0)
-    # torch's DistributedSampler fills up to a multiple of the ranks, others to a whole global batch;
-    # all ranks then have as many rows.
+    # torch's DistributedSampler fills up to a multiple of the ranks, others to a whole global
+    # batch; all ranks then have as many rows.
     ranks = len(counted)
     batch = max(ranks * total.largest_batch, 1)
     may_pad = rules.tail == "pad" or (rules.tail is None and (ranks > 1 or rules.pads))
@@ -356,6 +316,48 @@ def _compare_rows(counted: Sequence[Epoch], total: Epoch, rules: Rules) -> Itera
         if fault == "repeated" and count >= total.rows - total.own_rows > 0:
             text += "; as many came before the resume, so it may have started over"
         yield Fault(fault, text, count, rows=rows[:MAX_NAMED], ranks=seen_by)
+
+
+def _find_surplus(total: Epoch, expected: Epoch | None) -> tuple[Surplus, int, int]:
+    """Return rows that came too often or never, and how many times in all they did.
+
+    By the tables where the epoch is complete and the ids of its rows are known, else by the sample.
+    """
+    if expected is not None and expected.kind is not None and total.is_complete:
+        table = total.table
+        reference = expected.table
+        if total.before or expected.before or reference is None:
+            table = total.fold()
+            reference = expected.fold()
+        difference = copy.deepcopy(reference)
+        difference.cells *= -1
+        add_tables(difference, table)
+        surplus = difference.surplus()
+        net = total.rows - expected.rows
+        error = 2.5 * surplus.estimate * (2 / difference.cells[:, :, 0].size) ** 0.5
+        repeated = max(net, 0)
+        if surplus.is_whole:
+            repeated = int(surplus.times[surplus.times > 0].sum())
+        elif surplus.estimate - abs(net) > error:
+            repeated = max((surplus.estimate + net) // 2, repeated)
+        return surplus, repeated, repeated - net
+    sample = total.sample.rows
+    repeats = sample[sample["count"] > 1]
+    repeated = int(repeats["count"].sum()) - len(repeats)
+    is_whole = total.sample.limit == ALL
+    if not is_whole:
+        repeated = round(repeated / max(int(sample["count"].sum()), 1) * total.rows)
+    surplus = Surplus(
+        hashes=repeats["hash"],
+        names=repeats["name"],
+        times=repeats["count"] - 1,
+        is_whole=is_whole,
+        estimate=repeated,
+    )
+    missing = 0
+    if expected is not None and total.is_complete and (is_whole or not repeated):
+        missing = expected.rows - total.rows + repeated
+    return surplus, repeated, missing
 
 
 def _compare_contents(
@@ -403,7 +405,7 @@ def _compare_contents(
 
 
 def _named(names: Sequence[int | str], mask: NDArray[np.bool_]) -> list[int | str]:
-    return [names[place] for place in np.flatnonzero(mask)]
+    return [names[place] for place in np.flatnonzero(mask).tolist()]
 
 
 def _ranks_text(ranks: Sequence[int]) -> str:

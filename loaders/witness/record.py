@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import copy
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Annotated, Any, Final, Literal
 
@@ -13,13 +13,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from fuelrail.loaders.witness.rows import (
-    Rows,
-    digest_row,
-    mix,
-    read_columns,
-    read_row,
-)
+from fuelrail.loaders.witness.rows import Rows, digest_row, mix, read_columns, read_row
 from fuelrail.loaders.witness.sketch import (
     ALL,
     LARGE,
@@ -100,7 +94,7 @@ class Epoch(msgspec.Struct, forbid_unknown_fields=True):
             self.table = Table(LARGE, has_names=rows.kind == "text")
             self.kind = rows.kind  # type: ignore[assignment]
         if self.table is not None:
-            self.table.add(rows)
+            self.table.add(hashes, rows.names)
         place = place_of(self.batches[0])
         self.steps += [0] * (place + 1 - len(self.steps))
         step = mix(np.array(self.batches, np.uint64))
@@ -124,19 +118,17 @@ class Epoch(msgspec.Struct, forbid_unknown_fields=True):
                 parts = read_row(columns, row, count)
                 digests[number] = digest_row(parts) or 0
                 identity = int(hashes[row])
-                if identity not in known:
-                    self._note_noise(identity, parts)
+                if identity in known:
+                    continue
+                # Floats that are not all equal may be random numbers.
+                for name, value in parts.items():
+                    is_float = isinstance(value, np.ndarray) and value.dtype.kind == "f"
+                    if not is_float or value.size < _MIN_VALUES:
+                        continue
+                    noise = self.noise.setdefault(name, {})
+                    if len(noise) < SAMPLE_ROWS and (value != value.flat[0]).any():
+                        noise[identity] = xxhash.xxh3_64_intdigest(value.tobytes())
         self.sample.add(rows, chosen, digests)
-
-    def _note_noise(self, identity: int, parts: Mapping[str, Any]) -> None:
-        """Keep digests of a row's entries that may be random numbers: floats, not all equal."""
-        for name, value in parts.items():
-            is_float = isinstance(value, np.ndarray) and value.dtype.kind == "f"
-            if not is_float or value.size < _MIN_VALUES:
-                continue
-            digests = self.noise.setdefault(name, {})
-            if len(digests) < SAMPLE_ROWS and (value != value.flat[0]).any():
-                digests[identity] = xxhash.xxh3_64_intdigest(value.tobytes())
 
     def fold(self) -> Table:
         """Return a small table of all rows of the epoch."""

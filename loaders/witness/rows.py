@@ -152,7 +152,7 @@ def read_rows(batch: object, key: Key | None) -> Rows:
         return id_rows(key(batch))
     columns = read_columns(batch)
     for name in ID_ENTRIES:
-        ids = columns.get(name)
+        ids: Any = columns.get(name)
         if _is_array(ids):
             dtype = str(ids.dtype)
             is_id = "float" not in dtype and "bool" not in dtype

@@ -74,11 +74,8 @@ class Table:
         words = NAME_BYTES // 4 if has_names else 0
         self.cells = np.zeros((3, size, _FIELDS + words), np.int64)
 
-    def add(self, rows: Rows) -> None:
-        """Add rows."""
-        self._add(rows.hashes[:, 0], rows.names, np.ones(len(rows.hashes), np.int64))
-
-    def _add(self, hashes: Hashes, names: Names, times: NDArray[np.int64]) -> None:
+    def add(self, hashes: Hashes, names: Names, times: NDArray[np.int64] | None = None) -> None:
+        """Add rows by the first column of their hashes, each a number of times; None: once."""
         width = self.cells.shape[2]
         values = np.empty((len(hashes), width), np.int64)
         values[:, 0] = 1
@@ -88,7 +85,8 @@ class Table:
         if width > _FIELDS:
             words = np.ascontiguousarray(names).view(np.uint32)
             values[:, _FIELDS:] = words.reshape(len(names), -1)
-        values *= times[:, None]
+        if times is not None:
+            values *= times[:, None]
         # One index for each number: numpy adds along one axis several times as fast.
         places = self._cells(hashes)[:, :, None] * width + np.arange(width)
         values = np.broadcast_to(values, places.shape)
@@ -124,7 +122,7 @@ class Table:
             if not len(hashes):
                 break
             num_rows += len(hashes)
-            rest._add(hashes, names, -times)
+            rest.add(hashes, names, -times)
         hashes, names, times = (np.concatenate(parts) for parts in zip(*rounds, strict=True))
         if not rest.cells.any():
             count = int(np.abs(times).sum())

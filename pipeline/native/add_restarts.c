@@ -10,7 +10,7 @@
 #include "memory.h"
 
 enum { MAX_BLOCKS = 10, MAX_ROWS = 65535 / 8 + 1, STRAY_BYTES = 7 }; /* blocks of an MCU; rows of MCUs */
-enum { MCU_TOKENS = MAX_BLOCKS * 66, MCU_PADDING = MAX_BLOCKS * 64 * 4 + 64 };
+enum { CHUNK_TOKENS = 1024, MCU_TOKENS = MAX_BLOCKS * 66, MCU_PADDING = MAX_BLOCKS * 64 * 4 + 64 };
 enum { LEFT = 0, BROKEN_HEADER = -1, CUT_SHORT = -2, NO_SUCH_CODE = -3, TOO_LARGE = -4, WRONG_MARKER = -5 };
 enum { OK = 1 };
 
@@ -27,10 +27,10 @@ typedef struct {
     const uint8_t *scan_header, *scan, *end;
 } Source;
 
-typedef struct { /* the bytes of the result, and the bits that are not a word yet */
+typedef struct { /* the bytes of the result, and the bits that are not a byte yet, first one highest */
     uint8_t *at, *end;
     uint64_t bits;
-    int num_bits, is_full;
+    unsigned num_bits, is_full;
 } Writer;
 
 static void put_bytes(Writer *to, const uint8_t *bytes, size_t num_bytes) {
@@ -42,33 +42,45 @@ static void put_bytes(Writer *to, const uint8_t *bytes, size_t num_bytes) {
     to->at += num_bytes;
 }
 
-static void put_stuffed(Writer *to, uint64_t bits, int num_bits) { /* whole bytes; a zero follows each 0xFF */
-    for (int shift = num_bits - 8; shift >= 0; shift -= 8) {
-        uint8_t byte = (uint8_t)(bits >> shift);
-        put_bytes(to, (uint8_t[]){byte, 0}, byte == 0xFF ? 2 : 1);
+static void put_stuffed(Writer *to, const uint8_t *bytes, size_t num_bytes) { /* a zero follows each 0xFF */
+    for (const uint8_t *end = bytes + num_bytes; bytes < end;) {
+        const uint8_t *found = memchr(bytes, 0xFF, (size_t)(end - bytes));
+        put_bytes(to, bytes, (size_t)((found ? found + 1 : end) - bytes));
+        if (found) put_bytes(to, (uint8_t[]){0}, 1);
+        bytes = found ? found + 1 : end;
     }
 }
 
-INLINE void put_bits(Writer *to, uint32_t value, int num_bits) { /* at most 32 */
-    to->bits = to->bits << num_bits | value;
-    to->num_bits += num_bits;
-    if (to->num_bits < 32) return;
-    to->num_bits -= 32;
-    uint32_t word = (uint32_t)(to->bits >> to->num_bits), inverse = ~word;
-    if (UNLIKELY((inverse - 0x01010101u) & word & 0x80808080u || to->end - to->at < 4)) {
-        put_stuffed(to, word, 32);
-        return;
+/* Writes symbols without a branch for each; `codes` has by table and symbol the code before room for the value (27 bits)
+ * and, in the lowest 5 bits, the length of both. */
+static void put_tokens(Writer *to, const Token *token, const Token *end, const uint32_t *codes) {
+    uint8_t chunk[4 * CHUNK_TOKENS + 8];
+    while (token < end) {
+        const Token *stop = end - token > CHUNK_TOKENS ? token + CHUNK_TOKENS : end;
+        uint8_t *at = chunk;
+        uint64_t bits = to->bits;
+        unsigned num_bits = to->num_bits;
+        for (; token < stop; token++) {
+            uint32_t code = codes[*token >> 16];
+            unsigned length = code & 31;
+            bits |= (uint64_t)(code >> 5 | (*token & 0xFFFF)) << (64 - num_bits - length);
+            uint64_t word = __builtin_bswap64(bits);
+            memcpy(at, &word, 8);
+            num_bits += length;
+            at += num_bits >> 3;
+            bits <<= num_bits & ~7u;
+            num_bits &= 7;
+        }
+        put_stuffed(to, chunk, (size_t)(at - chunk));
+        to->bits = bits;
+        to->num_bits = num_bits;
     }
-    word = __builtin_bswap32(word);
-    memcpy(to->at, &word, 4);
-    to->at += 4;
 }
 
-static void put_end_of_segment(Writer *to, int marker) {
-    int num_ones = -to->num_bits & 7;
-    put_bits(to, (1u << num_ones) - 1, num_ones);
-    put_stuffed(to, to->bits, to->num_bits);
-    to->num_bits = 0;
+static void put_end_of_segment(Writer *to, int marker) { /* the last byte is filled with ones, F.1.2.3 */
+    uint8_t last = (uint8_t)(to->bits >> 56 | 0xFFu >> to->num_bits);
+    put_stuffed(to, &last, to->num_bits != 0);
+    to->bits = to->num_bits = 0;
     put_bytes(to, (uint8_t[]){0xFF, (uint8_t)marker}, 2);
 }
 
@@ -225,13 +237,14 @@ INLINE int move_block(Reader *from, const Block *block, Token **tokens) {
     refill(&reader);
     Step step = next_step(&reader, block->dc_steps, block->dc);
     if (UNLIKELY(!step)) return NO_SUCH_CODE;
-    *block->level += extended((int)take_value(&reader, step), step >> 16 & 15);
-    int difference = *block->level - *block->sent;
-    unsigned magnitude = (unsigned)(difference < 0 ? -difference : difference);
+    unsigned value = take_value(&reader, step), size = step >> 16 & 15;
+    *block->level += (int)(value - (((1u << size) - 1) & ((value << 1 >> size) - 1))); /* F.2.2.1, without a branch */
+    int difference = *block->level - *block->sent, sign = difference >> 31;
+    unsigned magnitude = (unsigned)((difference ^ sign) - sign);
     if (UNLIKELY(magnitude > 2047)) return TOO_LARGE;
-    unsigned size = magnitude ? 32 - (unsigned)__builtin_clz(magnitude) : 0;
+    size = 31 - (unsigned)__builtin_clz(magnitude << 1 | 1);
     block->dc_counts[size]++;
-    *to++ = block->dc_table | size << 16 | ((unsigned)(difference - (difference < 0)) & ((1u << size) - 1));
+    *to++ = block->dc_table | size << 16 | ((unsigned)(difference + sign) & ((1u << size) - 1));
     *block->sent = *block->level;
     const Token *first = to;
     unsigned k = 0;
@@ -283,11 +296,13 @@ static int read_scan(const Source *source, const Context *context, uint8_t *byte
     for (int64_t mcu = 0, segment = 0; mcu < num_mcus; mcu++) {
         if (left == 0) {
             uint8_t *to = bytes;
-            do {
-                at = copy_segment(at, source->end, &to, &marker);
-                if (!at) return CUT_SHORT;
-                at -= marker == 0xFF; /* a fill byte, B.1.1.2 */
-            } while (marker == 0xFF);
+            at = copy_segment(at, source->end, &to, &marker);
+            while (at && marker == 0xFF) { /* a fill byte, B.1.1.2 */
+                marker = at < source->end ? *at : 0xD9;
+                at = at < source->end ? at + 1 : NULL;
+            }
+            if (!at) return CUT_SHORT;
+            if (!marker) return LEFT; /* 0xFF, 0xFF, 0: libjpeg-turbo goes on, and gets wrong coefficients */
             memset(to, 0, MCU_PADDING);
             segment_end = to;
             reader = (Reader){0, 0, bytes};
@@ -317,8 +332,7 @@ static int read_scan(const Source *source, const Context *context, uint8_t *byte
 
 /* --- Tables --- */
 
-/* Makes the Huffman table of some counts, annex K.2, and writes its segment; `codes` gets by symbol the code (16) and,
- * in the lowest 8 bits, its length. Keys are a count and 256 less the symbol, so that the least is K.2's choice. */
+/* Makes the Huffman table of some counts, annex K.2, and writes its segment; `codes` gets what `put_tokens` takes. Keys are a count and 256 less the symbol, so that the least is K.2's choice. */
 static void put_table(Writer *to, int identifier, const uint32_t *counts, uint32_t *codes) {
     uint64_t keys[257];
     int num_keys = 0, length_of[257] = {0}, next[257], num_of[258] = {0}, place[258] = {0};
@@ -367,7 +381,10 @@ static void put_table(Writer *to, int identifier, const uint32_t *counts, uint32
     uint32_t code = 0;
     for (int length = 1, k = 0; length <= 16; length++, code <<= 1) {
         segment[4 + length] = (uint8_t)num_of[length];
-        for (int i = 0; i < num_of[length]; i++, code++) codes[symbols[k++]] = code << 8 | (uint32_t)length;
+        for (int i = 0; i < num_of[length]; i++, code++) {
+            int size = symbols[k] & 15;
+            codes[symbols[k++]] = code << size << 5 | (uint32_t)(length + size);
+        }
     }
     put_bytes(to, segment, 21 + (size_t)num_symbols);
 }
@@ -397,7 +414,7 @@ int64_t add_restarts(Context *context, uint8_t *scratch, size_t scratch_bytes, c
     size_t num_tokens = 8 * size + 2 * MCU_TOKENS;
     Symbols symbols = {.at = take(&memory, num_tokens * sizeof(Token))};
     if (!bytes || !row_ends || !symbols.at) return LEFT;
-    const Token *token = symbols.at;
+    const Token *first = symbols.at;
     symbols.end = symbols.at + num_tokens;
     outcome = read_scan(&source, context, bytes, &symbols, row_ends);
     if (outcome != OK) return outcome;
@@ -413,11 +430,7 @@ int64_t add_restarts(Context *context, uint8_t *scratch, size_t scratch_bytes, c
     put_bytes(&to, interval, sizeof interval);
     put_bytes(&to, source.scan_header, (size_t)(source.scan - source.scan_header));
     for (int row = 0; row < source.num_rows; row++) {
-        for (; token < row_ends[row]; token++) {
-            uint32_t code = codes[*token >> 16];
-            int num_bits = *token >> 16 & 15;
-            put_bits(&to, code >> 8 << num_bits | (*token & 0xFFFF), (int)(code & 255) + num_bits);
-        }
+        put_tokens(&to, row ? row_ends[row - 1] : first, row_ends[row], codes);
         put_end_of_segment(&to, row == source.num_rows - 1 ? 0xD9 : 0xD0 | (row & 7));
     }
     return to.is_full ? LEFT : to.at - room;

@@ -4,6 +4,8 @@
 #include "entropy.h"
 #ifdef __AVX2__
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #define SHUFFLE __builtin_shufflevector
@@ -25,6 +27,11 @@ INLINE U8x8 to_pixels(I32x8 line) {
     U8x8 pixels;
     _mm_storel_epi64((__m128i *)&pixels, words);
     return pixels;
+#elif defined(__aarch64__)
+    int32x4_t halves[2];
+    memcpy(halves, &line, sizeof halves);
+    int16x8_t words = vcombine_s16(vqmovn_s32(halves[0]), vqmovn_s32(halves[1]));
+    return (U8x8)vqmovun_s16(vqaddq_s16(words, vdupq_n_s16(128)));
 #else
     line += 128;
     line &= line >= 0;

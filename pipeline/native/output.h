@@ -8,6 +8,8 @@
 #include "entropy.h"
 #ifdef __AVX2__
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 enum { MAX_STRIP_ROWS = 8, RING_ROWS = 16 };
@@ -148,6 +150,16 @@ static void resize_row(const Resizing *resizing, const uint8_t *row, int16_t *re
         sums = _mm256_srai_epi32(_mm256_add_epi32(sums, _mm256_set1_epi32(64)), 7);
         __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(sums), _mm256_extracti128_si256(sums, 1));
         _mm_storeu_si128((__m128i *)to, words);
+#elif defined(__aarch64__)
+        int16x4_t halves[2];
+        for (int half = 0; half < 2; half++) { /* a place of 0x80 gives a zero, as pshufb does */
+            uint8x16_t pairs = vqtbl1q_u8(vld1q_u8(from), vld1q_u8(columns->pick + 16 * half));
+            int16x8_t words = vreinterpretq_s16_u8(pairs), weights = vld1q_s16(columns->weight + 8 * half);
+            int32x4_t first = vmull_s16(vget_low_s16(words), vget_low_s16(weights));
+            int32x4_t sums = vpaddq_s32(first, vmull_high_s16(words, weights));
+            halves[half] = vrshrn_n_s32(sums, 7);
+        }
+        vst1q_s16(to, vcombine_s16(halves[0], halves[1]));
 #else
         for (int i = 0; i < 8; i++)
             to[i] = (int16_t)((from[columns->pick[4 * i]] * columns->weight[2 * i] +

@@ -30,7 +30,7 @@ import numpy as np
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.order.balance import BalancedOrder
 from fuelrail.pipeline.order.bucket import BucketedOrder
-from fuelrail.pipeline.order.cost import NO_COSTS, OrderCosts, compute_order_costs
+from fuelrail.pipeline.order.cost import MAX_COST, NO_COSTS, OrderCosts, compute_costs
 from fuelrail.pipeline.order.epoch import EndlessOrder, digest
 from fuelrail.pipeline.order.inputs import LayerSamples, OrderInputs, read_inputs
 from fuelrail.pipeline.order.keys import unknown_names
@@ -50,7 +50,6 @@ from fuelrail.pipeline.order.windows import TimeWindow, Window, window_lookup
 from fuelrail.pipeline.order.without import ThinnedOrder
 
 if TYPE_CHECKING:
-    import pyarrow as pa
     from numpy.typing import NDArray
 
     from fuelrail.pipeline.format.attributes import ClipTable
@@ -157,7 +156,16 @@ def compile_inputs(
     """Return the order that ``spec`` makes of what was read: pure, without files."""
     rows = select_samples(spec, inputs, window)
     order = arrange(spec, inputs, rows, global_batch)
-    costs = compute_order_costs(spec, inputs, _take(inputs.columns, rows), rows)
+    costs = NO_COSTS
+    if spec.costs:
+        assert inputs.columns is not None
+        table = inputs.columns if rows is None else inputs.columns.take(rows)
+        is_by_value = spec.bucket is not None and not spec.bucket.bounds
+        selected_costs = {
+            use: compute_costs(cost, table, texts=is_by_value and use == "bucket")
+            for use, cost in spec.costs.items()
+        }
+        costs = spread_costs(spec, inputs, rows, selected_costs)
     _identify(order, spec, inputs, rows=rows, costs=costs)
     hidden = []
     named: Rows = np.zeros(0, np.int64)
@@ -173,6 +181,50 @@ def compile_inputs(
             hidden_rows = np.union1d(hidden_rows, lacking)
         hidden.append((hidden_rows,))
     return regroup(order, spec, costs=costs, global_batch=global_batch, hidden=hidden)
+
+
+def spread_costs(
+    spec: OrderSpec,
+    inputs: OrderInputs,
+    rows: Rows | None,
+    selected_costs: dict[str, NDArray[np.int64]],
+) -> OrderCosts:
+    """Return the costs of all samples of a split, given those of the selected ``rows`` (None: all)
+    by what they are for. A sample that is not selected costs -1.
+
+    Raises OrderError for a sample that fits no pack and no bucket.
+    """
+    refusals = []
+    if spec.pack is not None:
+        costs = selected_costs["pack"]
+        limit = MAX_COST if spec.pack.truncate else spec.pack.budget
+        reason = f"above the budget of {spec.pack.budget}"
+        refusals.append((costs, costs > limit, reason, "truncate=True, a larger budget"))
+        reason = "and a pack could hold any number of those"
+        refusals.append((costs, costs < 1, reason, "a Cost with a constant of 1 or more"))
+        selected_costs["pack"] = np.minimum(costs, spec.pack.budget)
+    if spec.bucket is not None and spec.bucket.bounds:
+        costs = selected_costs["bucket"]
+        reason = f"above the last bound of {spec.bucket.bounds[-1]}"
+        refusals.append((costs, costs > spec.bucket.bounds[-1], reason, "another bound"))
+    for costs, is_refused, reason, fix in refusals:
+        if is_refused.any():
+            first = int(is_refused.argmax())
+            sample = first if rows is None else int(rows[first])
+            raise OrderError(
+                f"{inputs.name_sample(sample)} costs {costs[first]}, {reason}; so do "
+                f"{np.count_nonzero(is_refused) - 1} others of {len(costs)}: take {fix}, or "
+                "leave them out by a filter"
+            )
+    arrays: dict[str, tuple[NDArray[np.integer], ...]] = {}
+    for use, costs in selected_costs.items():
+        small = np.int64 if costs.max(initial=0) > np.iinfo(np.int32).max else np.int32
+        array: NDArray[np.integer] = costs.astype(small)
+        if rows is not None:
+            array = np.full(inputs.num_samples, -1, small)
+            array[rows] = costs
+        arrays[use] = (array,)
+    return OrderCosts(**arrays)
 
 
 def select_samples(
@@ -197,8 +249,8 @@ def select_samples(
         complete = np.flatnonzero(window_lookup(inputs.clips, window).complete())
         selectors.append((f"{window}", complete))
     rows = _intersect(selectors)
-    selected = np.arange(inputs.num_samples) if rows is None else rows
     for layer in inputs.layers:
+        selected = np.arange(inputs.num_samples) if rows is None else rows
         lacking = np.setdiff1d(selected, layer.samples, assume_unique=True)
         if lacking.size:
             raise OrderError(
@@ -252,7 +304,17 @@ def arrange(
             selected=rows,
             identity={"lanes": global_batch},
         )
-    parts = weigh_parts(spec, _take(inputs.columns, rows), rows, inputs.weight_files)
+    table = inputs.columns
+    if table is not None and rows is not None:
+        table = table.take(rows)
+    parts = weigh_parts(
+        spec.weights,
+        spec.mix,
+        table=table,
+        rows=rows,
+        files=inputs.weight_files,
+        epoch_length=spec.epoch_length,
+    )
     if spec.mix is None:
         sampling = parts[0].sampling
         return CompiledOrder(
@@ -315,10 +377,6 @@ def _identify(
     if rows is not None:
         identity["selected"] = _describe_rows(rows)
     order.identity = identity | order.identity
-
-
-def _take(table: pa.Table | None, rows: Rows | None) -> pa.Table | None:
-    return table if table is None or rows is None else table.take(rows)
 
 
 def _arrange_stages(spec: OrderSpec, inputs: OrderInputs, rows: Rows | None) -> MixedOrder:

@@ -11,7 +11,6 @@ import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple, Protocol
 
-import numpy as np
 from msgspec import Meta, field
 
 from fuelrail.pipeline.errors import OrderError
@@ -19,11 +18,9 @@ from fuelrail.pipeline.order.epoch import digest
 from fuelrail.pipeline.settings import Settings, check_types
 
 if TYPE_CHECKING:
+    import numpy as np
     import pyarrow as pa
     from numpy.typing import NDArray
-
-    from fuelrail.pipeline.order.inputs import OrderInputs
-    from fuelrail.pipeline.order.spec import OrderSpec
 
 MAX_COST: Final = 2**40
 """Largest cost of a sample, and largest budget: sums of 2**20 of them stay under 2**62."""
@@ -155,53 +152,3 @@ class OrderCosts(NamedTuple):
 
 
 NO_COSTS: Final = OrderCosts()
-
-
-def compute_order_costs(
-    spec: OrderSpec,
-    inputs: OrderInputs,
-    table: pa.Table | None,
-    rows: NDArray[np.int64] | None,
-) -> OrderCosts:
-    """Return the costs of the samples of one split, of which ``rows`` are selected (None: all);
-    ``table`` has the attributes of these. A sample that is not selected costs -1.
-
-    Raises OrderError for columns that are no costs, and for a sample that fits no pack and no
-    bucket.
-    """
-    is_by_value = spec.bucket is not None and not spec.bucket.bounds
-    selected_costs = {
-        use: compute_costs(cost, table, texts=is_by_value and use == "bucket")
-        for use, cost in spec.costs.items()
-    }
-    refusals = []
-    if spec.pack is not None:
-        costs = selected_costs["pack"]
-        limit = MAX_COST if spec.pack.truncate else spec.pack.budget
-        reason = f"above the budget of {spec.pack.budget}"
-        refusals.append((costs, costs > limit, reason, "truncate=True, a larger budget"))
-        reason = "and a pack could hold any number of those"
-        refusals.append((costs, costs < 1, reason, "a Cost with a constant of 1 or more"))
-        selected_costs["pack"] = np.minimum(costs, spec.pack.budget)
-    if spec.bucket is not None and spec.bucket.bounds:
-        costs = selected_costs["bucket"]
-        reason = f"above the last bound of {spec.bucket.bounds[-1]}"
-        refusals.append((costs, costs > spec.bucket.bounds[-1], reason, "another bound"))
-    for costs, is_refused, reason, fix in refusals:
-        if is_refused.any():
-            first = int(is_refused.argmax())
-            sample = first if rows is None else int(rows[first])
-            raise OrderError(
-                f"{inputs.name_sample(sample)} costs {costs[first]}, {reason}; so do "
-                f"{np.count_nonzero(is_refused) - 1} others of {len(costs)}: take {fix}, or "
-                "leave them out by a filter"
-            )
-    arrays: dict[str, tuple[NDArray[np.integer], ...]] = {}
-    for use, costs in selected_costs.items():
-        small = np.int64 if costs.max(initial=0) > np.iinfo(np.int32).max else np.int32
-        array: NDArray[np.integer] = costs.astype(small)
-        if rows is not None:
-            array = np.full(inputs.num_samples, -1, small)
-            array[rows] = costs
-        arrays[use] = (array,)
-    return OrderCosts(**arrays)

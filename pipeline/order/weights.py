@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from numpy.typing import ArrayLike, NDArray
 
-    from fuelrail.pipeline.order.spec import OrderSpec
+    from fuelrail.pipeline.order.mix import Mix
 
 MAX_POSITIONS: Final = 2**31
 """Longest weighted epoch: products of two such numbers stay under 2**62."""
@@ -276,10 +276,13 @@ class Part(NamedTuple):
 
 
 def weigh_parts(
-    spec: OrderSpec,
+    weightings: Sequence[Weighting],
+    mix: Mix | None,
+    *,
     table: pa.Table,
     rows: NDArray[np.int64] | None,
     files: Mapping[str, pa.Table],
+    epoch_length: int | None,
 ) -> list[Part]:
     """Return the parts of the selected ``rows`` (None: all), one for each value of the mix, or one
     of them all.
@@ -288,21 +291,21 @@ def weigh_parts(
     are those of the whole selection. Raises OrderError as `compute_weights`, and for a value that
     no selected sample has.
     """
-    weights = compute_weights(spec.weights, table, files) if spec.weights else None
-    if spec.mix is None:
+    weights = compute_weights(weightings, table, files) if weightings else None
+    if mix is None:
         if weights is None:
             return [Part(rows, None)]
-        length = spec.epoch_length or natural_length(spec.weights, table)
+        length = epoch_length or natural_length(weightings, table)
         return [Part(rows, SystematicSampling(weights, length))]
-    column = table[spec.mix.attribute]
-    part_of_row = value_numbers(column, tuple(spec.mix.ratios))
+    column = table[mix.attribute]
+    part_of_row = value_numbers(column, tuple(mix.ratios))
     parts = []
-    for number, value in enumerate(spec.mix.ratios):
+    for number, value in enumerate(mix.ratios):
         inside = np.flatnonzero(part_of_row == number)
         if not inside.size:
             values = ", ".join(sorted(map(str, column.unique().to_pylist()))[:20])
             raise OrderError(
-                f"mix: no selected sample has {spec.mix.attribute!r} {value!r}; there are: {values}"
+                f"mix: no selected sample has {mix.attribute!r} {value!r}; there are: {values}"
             )
         sampling = None if weights is None else SystematicSampling(weights[inside], len(inside))
         parts.append(Part(inside if rows is None else rows[inside], sampling))

@@ -233,7 +233,6 @@ def test_a_study_of_several_runs_keeps_those_that_were_whole(word, dataset, tmp_
         assert report["runs"] == ["as-it-is", "without-loading"]
     else:
         assert {run["num_ranks"] for run in report["measured"]} >= {1}
-        assert report["curves"] == []
 
 
 @pytest.mark.usefixtures("warm_ranks")

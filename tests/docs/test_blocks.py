@@ -29,6 +29,7 @@ ELSEWHERE = {
     "README.md": "tests/docs/test_readme.py",
     "sources.md": "tests/sharding/sources/tables/test_page.py",
     "your-dataset.md": "tests/docs/test_your_dataset.py",
+    "decode.md": "tests/docs/test_decode.py",
     "features-once.md": "tests/docs/test_layer_recipes.py",
     "video-latents.md": "tests/docs/test_layer_recipes.py",
 }

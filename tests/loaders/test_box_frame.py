@@ -101,7 +101,7 @@ def seen_share(projections, ida_mats, boxes, is_clear):
 
 def test_the_readme_snippet_pairs_boxes_with_their_projection(drive, samples, monkeypatch):
     text = README.read_text()
-    block = re.search(r"In place of torch's DataLoader:\n\n```diff\n(.*?)```", text, re.DOTALL)
+    block = re.search(r"In place of torch's DataLoader[^:]*:\n\n```diff\n(.*?)```", text, re.DOTALL)
     lines = [line[1:] for line in block[1].splitlines() if not line.startswith("-")]
     code = "\n".join(lines).replace("range(24)", "range(1)").replace('"dataset"', '"OUT"')
     if not torch.cuda.is_available():

@@ -28,7 +28,7 @@ from fuelrail.loaders.storage import open_storage
 from fuelrail.loaders.storage.layers import LayeredStorage
 from fuelrail.loaders.storage.reader import SampleReader
 from fuelrail.pipeline.channels.kinds import Packed
-from fuelrail.pipeline.channels.table import ArraySpec, Channel, Law, Vocabulary
+from fuelrail.pipeline.channels.table import ArraySpec, Channel, Law
 from fuelrail.pipeline.errors import (
     ChecksumError,
     ConfigError,
@@ -38,6 +38,7 @@ from fuelrail.pipeline.errors import (
 )
 from fuelrail.pipeline.format.dataset import open_dataset
 from support.batches import unlike
+from support.channels import fixed, points, tokens
 from support.datasets import LIDAR, build_dataset
 from support.edits import reseal
 
@@ -47,32 +48,9 @@ if TYPE_CHECKING:
 
     from fuelrail.loaders.storage.protocol import StorageStats
 
-WORDS = Vocabulary("words", 1000)
-POINTS = {
-    "axes": ("point", "column"),
-    "shape": (None, 3),
-    "columns": ("x", "y", "z"),
-    "dtype": "float32",
-}
-MOVED = Law("ego_points", roles={"positions": (("x", "y", "z"),)})
 CHANNELS = (
-    Channel(
-        name="radar",
-        kind="points",
-        field="radar.npy",
-        law=MOVED,
-        frame="ego",
-        optional=True,
-        **POINTS,
-    ),
-    Channel(
-        name="returns",
-        kind="points",
-        field="returns.npy",
-        law=MOVED,
-        frame=f"sensor:{LIDAR}",
-        **POINTS,
-    ),
+    points("radar", optional=True),
+    points("returns", frame=f"sensor:{LIDAR}"),
     Channel(
         name="mask",
         kind="image",
@@ -94,57 +72,18 @@ CHANNELS = (
         frame="ego",
         law=Law("ego_grid", extent_m=(-8.0, -6.0, 8.0, 6.0)),
     ),
-    Channel(
-        name="score",
-        kind="array",
-        field="score.npy",
-        dtype="float16",
-        law=Law("fixed"),
-        optional=True,
-    ),
-    Channel(
-        name="agents",
-        kind="ragged",
-        field="agents.safetensors",
-        law=Law("fixed"),
+    fixed("score", "array", "npy", dtype="float16", optional=True),
+    fixed(
+        "agents",
+        "ragged",
+        "safetensors",
         optional=True,
         arrays=(ArraySpec("speed", "float32"), ArraySpec("kind", "int8", (2,))),
     ),
-    Channel(
-        name="caption",
-        kind="text",
-        field="caption.txt",
-        law=Law("fixed"),
-        optional=True,
-    ),
-    Channel(
-        name="blob",
-        kind="bytes",
-        field="blob.bin",
-        law=Law("fixed"),
-        optional=True,
-    ),
-    Channel(
-        name="topics",
-        kind="tokens",
-        field="topics.npy",
-        dtype="int32",
-        axes=("token",),
-        shape=(3,),
-        law=Law("fixed"),
-        vocabulary=WORDS,
-    ),
-    Channel(
-        name="words",
-        kind="tokens",
-        field="words.npy",
-        dtype="int64",
-        axes=("token",),
-        shape=(None,),
-        law=Law("fixed"),
-        vocabulary=WORDS,
-        optional=True,
-    ),
+    fixed("caption", "text", "txt", optional=True),
+    fixed("blob", "bytes", "bin", optional=True),
+    tokens("topics", dtype="int32", length=3),
+    tokens("words", optional=True),
 )
 NAMES = [channel.name for channel in CHANNELS]
 LACKING = 2
@@ -509,9 +448,8 @@ def test_what_cannot_be_selected_is_refused(root, names, says) -> None:
 def test_channels_whose_entries_have_names_of_others_are_refused(
     tmp_path,
 ) -> None:
-    fixed = {"kind": "text", "law": Law("fixed"), "optional": True}
     names = ("img", "gt", "cue", "cue_valid")
-    channels = tuple(Channel(name=name, field=f"{name}.txt", **fixed) for name in names)
+    channels = tuple(fixed(name, "text", "txt", optional=True) for name in names)
     build_dataset(
         tmp_path / "d",
         {"train": (4,)},

@@ -13,12 +13,12 @@ import torch
 from fuelrail import BevAugment, DataLoader, ImageAugment, Normalize, Undistort
 from fuelrail.loaders.batch.transfer import CudaTransfer, map_tensors
 from fuelrail.loaders.config import Transforms, _column
-from fuelrail.pipeline.channels.table import Channel, Law
 from fuelrail.pipeline.order.batching import World
 from fuelrail.sharding.write.layers.writer import LayerWriter
 from support import batched_turbo
 from support.backends import HAS_DALI, dali_on_host, needs_dali
 from support.batches import unlike
+from support.channels import fixed, points
 from support.datasets import build_dataset
 from support.fake_cuda import FakeCuda
 from support.fake_streams import FakeEvent, FakeStream
@@ -96,33 +96,13 @@ def stacked(samples: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-POINTS = {
-    "axes": ("point", "column"),
-    "shape": (None, 3),
-    "columns": ("x", "y", "z"),
-    "dtype": "float32",
-}
 CHANNELS = [
     (
-        Channel(
-            name="score",
-            kind="array",
-            field="score.npy",
-            dtype="float32",
-            law=Law("fixed"),
-            optional=True,
-        ),
+        fixed("score", "array", "npy", dtype="float32", optional=True),
         lambda row: None if row == 2 else np.float32(row),
     ),
     (
-        Channel(
-            name="radar",
-            kind="points",
-            field="radar.npy",
-            law=Law("fixed"),
-            frame="ego",
-            **POINTS,
-        ),
+        points("radar", moves=False),
         lambda row: np.full((row + 1, 3), row, np.float32),
     ),
 ]
@@ -348,13 +328,7 @@ def roots(tmp_path_factory):
             rewrite=drawn,
         )
     build_dataset(folder / "channels", {"train": (5, 4)}, extra=CHANNELS)
-    score = Channel(
-        name="score",
-        kind="array",
-        field="score.npy",
-        dtype="float32",
-        law=Law("fixed"),
-    )
+    score = fixed("score", "array", "npy", dtype="float32")
     for name, rows in (("teacher", range(9)), ("partial", range(2, 9))):
         with LayerWriter(folder / "a", folder / name, channels=[score]) as writer:
             for row in rows:

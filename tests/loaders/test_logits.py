@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -13,42 +13,23 @@ from fuelrail import Cost, FrameWindow, OrderSpec, Pack
 from fuelrail.loaders.viewer.batch import describe_batch
 from fuelrail.pipeline.channels.kinds import KINDS
 from fuelrail.pipeline.channels.logits import Logits
-from fuelrail.pipeline.channels.table import Channel, Law, Vocabulary
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.sharding.verify.inspect import describe_dataset
 from support.batches import TINY, batches, load
+from support.channels import fixed, tokens
 from support.datasets import build_dataset
 
-WORDS = Vocabulary("words", 1000)
-FORM: dict[str, Any] = {"law": Law("fixed"), "vocabulary": WORDS}
-TOP = Channel(
-    name="top",
-    kind="logits_topk",
-    field="top.lgt",
-    dtype="uint8",
-    axes=("position", "token"),
-    shape=(3, 4),
-    optional=True,
-    **FORM,
-)
-DRAWN = Channel(
-    name="drawn",
-    kind="logits_sampled",
-    field="drawn.lgt",
-    axes=("position", "token"),
-    shape=(None, 5),
-    optional=True,
-    **FORM,
-)
-TOKENS = Channel(
-    name="words",
-    kind="tokens",
-    field="words.npy",
-    dtype="int64",
-    axes=("token",),
-    shape=(None,),
-    **FORM,
-)
+if TYPE_CHECKING:
+    from fuelrail.pipeline.channels.table import Channel
+
+TOKENS = tokens()
+FORM: dict[str, Any] = {
+    "axes": ("position", "token"),
+    "vocabulary": TOKENS.vocabulary,
+    "optional": True,
+}
+TOP = fixed("top", "logits_topk", "lgt", dtype="uint8", shape=(3, 4), **FORM)
+DRAWN = fixed("drawn", "logits_sampled", "lgt", shape=(None, 5), **FORM)
 NAMES = ["words", "top", "drawn"]
 LACKING = (2, 7)
 

@@ -21,24 +21,15 @@ from fuelrail import (
 )
 from fuelrail.loaders.integrations.iterable import IterableView
 from fuelrail.pipeline.channels.kinds import Packed
-from fuelrail.pipeline.channels.table import Channel, Law, Vocabulary
 from fuelrail.pipeline.errors import ConfigError, OrderError
 from fuelrail.pipeline.format.attributes import Attributes
 from fuelrail.pipeline.format.dataset import open_dataset
 from support.batches import TINY, batches, load
+from support.channels import tokens
 from support.datasets import build_dataset
 
 NUM = 46
-TOKENS = Channel(
-    name="words",
-    kind="tokens",
-    field="words.npy",
-    dtype="int64",
-    axes=("token",),
-    shape=(None,),
-    law=Law("fixed"),
-    vocabulary=Vocabulary("words", 10_000),
-)
+TOKENS = tokens(words=10_000)
 LENGTH = Cost(linear={"frame": 2}, constant=1)
 """Frame f of a clip has 2 f + 1 tokens."""
 PACK = Pack(budget=9, cost=LENGTH, window=10)

@@ -19,7 +19,7 @@ from fuelrail import (
     OrderSpec,
     PixelAugment,
 )
-from fuelrail.pipeline.channels.table import ArraySpec, Channel, Law, Vocabulary
+from fuelrail.pipeline.channels.table import ArraySpec
 from fuelrail.pipeline.format.dataset import open_dataset
 from support.batches import (
     TINY,
@@ -29,6 +29,7 @@ from support.batches import (
     load,
     unlike,
 )
+from support.channels import fixed, points, tokens
 from support.datasets import build_dataset
 from support.layers import write_layer
 from support.storage_suite import spoil
@@ -52,50 +53,21 @@ GROUPS = {
     "back": {"cameras": ["cam_back"], "image": TINY},
     "front": {"cameras": ["cam_front"], "image": TRAIN},
 }
-RADAR = {
-    "axes": ("point", "column"),
-    "shape": (None, 3),
-    "columns": ("x", "y", "z"),
-    "dtype": "float32",
-}
 CHANNELS = [
     (
-        Channel(
-            name="radar",
-            kind="points",
-            field="radar.npy",
-            frame="ego",
-            optional=True,
-            law=Law("ego_points", roles={"positions": (("x", "y", "z"),)}),
-            **RADAR,
-        ),
+        points("radar", optional=True),
         lambda row: None if row % 5 == 2 else np.full((row, 3), row, np.float32),
     ),
     (
-        Channel(
-            name="words",
-            kind="tokens",
-            field="words.npy",
-            dtype="int64",
-            axes=("token",),
-            shape=(None,),
-            law=Law("fixed"),
-            vocabulary=Vocabulary("words", 99),
-        ),
+        tokens(words=99),
         lambda row: np.arange(row % 4),
     ),
     (
-        Channel(
-            name="agents",
-            kind="ragged",
-            field="agents.safetensors",
-            law=Law("fixed"),
-            arrays=(ArraySpec("speed", "float32"),),
-        ),
+        fixed("agents", "ragged", "safetensors", arrays=(ArraySpec("speed", "float32"),)),
         lambda row: {"speed": np.arange(row, dtype=np.float32)},
     ),
     (
-        Channel(name="caption", kind="text", field="caption.txt", law=Law("fixed")),
+        fixed("caption", "text", "txt"),
         str,
     ),
 ]

@@ -10,13 +10,13 @@ import torch
 
 from fuelrail import BevAugment, ImageAugment, PixelAugment
 from fuelrail.loaders.schedule.layers import view_settings
-from fuelrail.pipeline.channels.table import Channel, Law
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.format.layers import LayerView
 from fuelrail.pipeline.transforms.image_map import ida_mats
 from fuelrail.sharding.write.layers.writer import LayerWriter
 from support.backends import needs_dali
 from support.batches import batches, load, unlike
+from support.channels import points
 from support.datasets import build_dataset
 from support.pictures import encode, natural
 
@@ -31,18 +31,7 @@ IMAGE = ImageAugment(
 EGO = BevAugment(train=True, rotate_deg=(-22.5, 22.5), scale=(0.9, 1.1))
 PIXELS = PixelAugment(train=True, brightness=32)
 RADAR = (
-    Channel(
-        name="radar",
-        kind="points",
-        field="radar.npy",
-        law=Law("ego_points", roles={"positions": (("x", "y", "z"),)}),
-        frame="ego",
-        dtype="float32",
-        axes=("point", "column"),
-        shape=(None, 3),
-        columns=("x", "y", "z"),
-        units=("m", "m", "m"),
-    ),
+    points("radar", units=("m", "m", "m")),
     lambda row: np.arange(3 * row + 3, dtype=np.float32).reshape(-1, 3),
 )
 OPTIONS = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +23,12 @@ FULL = ImageAugment(height=64, width=96, resize=1.0)
 """Output images are the stored ones, pixel for pixel."""
 SMALL = ImageAugment(height=32, width=48, resize=0.5)
 TINY = ImageAugment(height=8, width=8, resize="stretch")
+TRAIN = ImageAugment(height=32, width=48, train=True, resize_range=(0.6, 0.9), flip_prob=0.5)
+GROUPS = {
+    "back": {"cameras": ["cam_back"], "image": ImageAugment(height=24, width=40)},
+    "front": {"cameras": ["cam_front"], "image": TRAIN},
+}
+"""Cameras in groups of two sizes."""
 
 
 def load(
@@ -43,6 +50,26 @@ def batches(root: Any, batch_size: int = 3, **options: Any) -> list[Any]:
     """Return the batches of one epoch."""
     with load(root, batch_size, **options) as loader:
         return list(loader)
+
+
+def check_equal_elsewhere(
+    root: Any, load_elsewhere: Callable[..., DataLoader], options: dict[str, Any]
+) -> None:
+    """Check that batches made elsewhere are those of threads, for three epochs and over resumes."""
+    with load(root, **options) as loader:
+        expected = [copied(batch) for _ in range(3) for batch in loader]
+    with load_elsewhere(root, **options) as loader:
+        received = [copied(batch) for batch in islice(loader, 2)]
+        state = loader.state_dict()
+    with load(root, **options) as loader:  # a state is the same wherever it is saved
+        loader.load_state_dict(state)
+        received += [copied(batch) for batch in islice(loader, 1)]
+        state = loader.state_dict()
+    with load_elsewhere(root, **options) as loader:
+        loader.load_state_dict(json.loads(json.dumps(state)))
+        received += [copied(batch) for _ in range(3) for batch in loader]
+        assert loader.stats().storage.spans > 0
+    assert unlike(expected, received[: len(expected)]) == []
 
 
 def copied(batch: Any) -> Any:

@@ -2,23 +2,26 @@
 
 Files are flipped, cut, spliced, repeated, overwritten and made to lie about their size. A backend either fills the
 output or raises ImageError and leaves it untouched. ``python -m support.decode_fuzz LIBRARY COUNT FILE...`` decodes
-mutations of small camera JPEGs made of the files with and without a build of the native decoder, in a process of its
-own: with sanitizers it needs libraries that are loaded first.
+mutations of small camera JPEGs made of the files with and without a build of the native decoder, and adds restart
+markers to as many, in a process of its own: with sanitizers it needs libraries that are loaded first.
 """
 
 from __future__ import annotations
 
+import io
 import random
 import resource
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import cv2
 import msgspec
 import numpy as np
+import simplejpeg
+from PIL import Image
 
 from fuelrail.loaders.decode.jpeg import decode_jpeg
 from fuelrail.loaders.decode.turbo import TurboDecoder
@@ -83,6 +86,7 @@ class NativeAgainstTurbo:
 
     Attributes:
         name: of the backend.
+        native: the native decoder.
         num_compared: pictures that both decoded, and that are equal.
     """
 
@@ -91,7 +95,7 @@ class NativeAgainstTurbo:
     def __init__(self, library: Path) -> None:
         native = open_library(library)
         assert isinstance(native, CameraJpeg), f"no native decoder: {native}"
-        self._native = native
+        self.native = native
         self._with = TurboDecoder(native=native)
         self._without = TurboDecoder(native=False)
         self.num_compared = 0
@@ -104,8 +108,8 @@ class NativeAgainstTurbo:
         for factor in (2, 4):
             got = (
                 None
-                if not self._native.takes(info, factor)
-                else self._native.picture(encoded, info, factor, (0, info.height), Scratch())
+                if not self.native.takes(info, factor)
+                else self.native.picture(encoded, info, factor, (0, info.height), Scratch())
             )
             if got is not None:
                 expected = decode_jpeg(encoded, info, factor, Scratch())
@@ -179,6 +183,64 @@ def fuzz(
     )
 
 
+class RestartTally(msgspec.Struct, kw_only=True):
+    """How many files got restart markers, were left and refused, and of how many the pixels were compared."""
+
+    rewritten: int = 0
+    left: int = 0
+    refused: int = 0
+    same_pixels: int = 0
+
+
+def fuzz_restarts(
+    native: CameraJpeg, originals: Sequence[bytes], numbers: Iterable[int], seed: int
+) -> RestartTally:
+    """Add restart markers to the mutations of these numbers; raise AssertionError where that changes a pixel."""
+    tally = RestartTally()
+    for number in numbers:
+        rng = random.Random(f"{seed} {number}")
+        encoded = mutate(rng.choice(originals), rng)
+        try:
+            # Memory of its own, so that a sanitizer sees what goes beyond it.
+            rewritten = native.add_restarts(np.frombuffer(encoded, np.uint8).copy().data, Scratch())
+        except ImageError:
+            tally.refused += 1
+            continue
+        if rewritten is None:
+            tally.left += 1
+            continue
+        tally.rewritten += 1
+        colours = "CMYK" if probe(encoded).is_cmyk else "RGB"
+        try:
+            expected = simplejpeg.decode_jpeg(encoded, colours)
+        except ValueError:  # what an edited header says has no name in libjpeg-turbo's own API
+            continue
+        got = simplejpeg.decode_jpeg(rewritten, colours)
+        assert np.array_equal(got, expected), f"pixels of mutation {number} of seed {seed} change"
+        tally.same_pixels += 1
+    return tally
+
+
+def unlike_cameras(originals: Sequence[bytes]) -> list[bytes]:
+    """Small JPEGs of other kinds: other sampling, gray, four inks, own tables, several scans, other markers."""
+    kinds: list[dict[str, Any]] = [
+        {"subsampling": "4:4:4", "optimize": True},
+        {"subsampling": "4:2:2", "restart_marker_blocks": 3},
+        {"subsampling": "4:2:0", "quality": 100, "restart_marker_rows": 2},
+        {"progressive": True},
+    ]
+    files = []
+    for encoded in originals:
+        with Image.open(io.BytesIO(encoded)) as image:
+            part = image.convert("RGB").crop((0, 0, 120, 90))
+        parts = [(part, kind) for kind in kinds] + [(part.convert(m), {}) for m in ("L", "CMYK")]
+        for picture, kind in parts:
+            with io.BytesIO() as file:
+                picture.save(file, "jpeg", **kind)
+                files.append(file.getvalue())
+    return files
+
+
 def small_files(originals: Sequence[bytes]) -> list[bytes]:
     """Camera JPEGs of some 300 pixels, made of parts of larger files; every second one has restart markers."""
     files = []
@@ -222,6 +284,10 @@ def sanitized_library(folder: Path) -> dict[str, str]:
 
 if __name__ == "__main__":
     decoder = NativeAgainstTurbo(Path(sys.argv[1]))
-    originals = small_files([Path(file).read_bytes() for file in sys.argv[3:]])
-    outcome = msgspec.to_builtins(fuzz(decoder, originals, range(int(sys.argv[2])), 1))
-    print(msgspec.json.encode({**outcome, "compared": decoder.num_compared}).decode())
+    given = [Path(file).read_bytes() for file in sys.argv[3:]]
+    originals = small_files(given)
+    numbers = range(int(sys.argv[2]))
+    outcome = msgspec.to_builtins(fuzz(decoder, originals, numbers, 1))
+    restarts = fuzz_restarts(decoder.native, [*originals, *unlike_cameras(given)], numbers, 1)
+    report = {**outcome, "compared": decoder.num_compared, "restarts": restarts}
+    print(msgspec.json.encode(report).decode())

@@ -59,7 +59,7 @@ def loader_run(samples_per_s=125.0, **changes) -> LoaderRun:
         "samples_per_s": samples_per_s,
         "cpu_ms_per_sample": 15.0,
         "trainer_cpu_ms_per_sample": 15.0,
-        "cpu": CpuUse(seconds=3.0, own=1.9, others=0.0, usable=2.0),
+        "cpu": CpuUse(seconds=3.0, own_cpus=1.9, other_cpus=0.0, usable=2.0),
         "stages": stages,
         "num_storage_faults": 0,
     }

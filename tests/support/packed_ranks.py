@@ -24,23 +24,14 @@ from fuelrail.bench.trainer.models.build import build_model
 from fuelrail.bench.trainer.models.settings import MODELS
 from fuelrail.bench.trainer.strategies.parallel import parallelise
 from fuelrail.bench.trainer.strategies.step import named_parameters
-from fuelrail.pipeline.channels.table import Channel, Law, Vocabulary
+from support.channels import tokens
 from support.ranks import run_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 GPT = MODELS["gpt-tiny"]
-TOKENS = Channel(
-    name="tokens",
-    kind="tokens",
-    field="tokens.npy",
-    dtype="uint16",
-    axes=("token",),
-    shape=(None,),
-    law=Law("fixed"),
-    vocabulary=Vocabulary("words", 64),
-)
+TOKENS = tokens("tokens", dtype="uint16", words=64)
 LENGTH = fr.Cost(linear={"timestamp_ns": 1}, constant=2 * 500_000_000, divisor=500_000_000)
 """Row r of the dataset has r + 2 tokens."""
 PACK = fr.Pack(budget=33, cost=LENGTH, window=8)

@@ -289,7 +289,7 @@ def _judge(
             f"{_more_cpus(first.as_it_is, loading.gain)}."
             if (
                 first.as_it_is.cpu is not None
-                and first.as_it_is.cpu.own >= USED_UP * first.as_it_is.cpu.usable
+                and first.as_it_is.cpu.own_cpus >= USED_UP * first.as_it_is.cpu.usable
             )
             else "Make batches in a process of their own: where='process'.",
             loading.gain,
@@ -494,7 +494,7 @@ def _more_cpus(report: Report, gain: float) -> str:
     """Say how many CPUs of other machines would take a wait away: the loader's now are too few
     by that share.
     """
-    cpus = report.machine.num_cpus if report.cpu is None else report.cpu.own
+    cpus = report.machine.num_cpus if report.cpu is None else report.cpu.own_cpus
     count = max(1, math.ceil(cpus * gain / report.num_ranks))
     return (
         f"Let other machines make batches: where=fr.RemoteWorkers(num_workers={count}), a CPU "
@@ -518,7 +518,7 @@ def _threads_advice(report: Report, gain: float) -> str:
     threads = _num_threads(report)
     if report.cpu is not None and report.cpu.disturbed:
         return (
-            f"Other processes take {report.cpu.others:.1f} of the {cpus:g} CPUs: stop "
+            f"Other processes take {report.cpu.other_cpus:.1f} of the {cpus:g} CPUs: stop "
             "those, or give the ranks more cores."
         )
     if threads >= cpus:

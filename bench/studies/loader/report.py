@@ -232,7 +232,7 @@ def build_loader_report(
         too_short=too_short,
         cut_off=cut_off,
         interrupted=cut_off is not None,
-        disturbed=max((run.cpu for run in runs), key=lambda cpu: cpu.others or 0.0).disturbed,
+        disturbed=max((run.cpu for run in runs), key=lambda cpu: cpu.other_cpus or 0.0).disturbed,
         warnings=warnings,
     )
 
@@ -265,9 +265,9 @@ def find_bound(
 
     ``jpeg`` is what the JPEG library alone takes for the same images; None where they are none.
     """
-    free = max(cpu.usable - (cpu.others or 0.0), 0.1)
+    free = max(cpu.usable - (cpu.other_cpus or 0.0), 0.1)
     capacity = 1e3 * cpu.usable / cpu_ms_per_sample
-    if cpu.own >= _USED_UP * free:
+    if cpu.own_cpus >= _USED_UP * free:
         return _cpu_bound(cpu_ms_per_sample, cpu=cpu, free=free, alone=alone, jpeg=jpeg)
     busiest = max(clocks, key=_busy_share)
     if where == "remote":
@@ -332,7 +332,7 @@ def find_bound(
         kind="threads",
         stage=busiest.name,
         finding=f"The {busiest.num_threads} threads of '{busiest.name}' are always busy, and "
-        f"{free - cpu.own:.1f} of {cpu.usable:g} CPUs are idle.",
+        f"{free - cpu.own_cpus:.1f} of {cpu.usable:g} CPUs are idle.",
         advice=f"Use more threads: --workers {max(busiest.num_threads + 1, int(free))}.",
         gain=min(capacity, samples_per_s * free / busiest.num_threads) / samples_per_s,
     )
@@ -351,7 +351,7 @@ def _cpu_bound(
         f" that other processes left free of {cpu.usable:g}" if free < cpu.usable - 0.05 else ""
     )
     finding = (
-        f"The CPUs are used up: the loader used {cpu.own:.1f} of the {free:.1f} "
+        f"The CPUs are used up: the loader used {cpu.own_cpus:.1f} of the {free:.1f} "
         f"CPUs{free_text}. '{dearest.name}' makes {share:.0%} of its work: "
         f"{dearest.cpu_ms_per_sample:.1f} ms of CPU time a sample."
     )

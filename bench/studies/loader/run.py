@@ -74,7 +74,7 @@ def run_loader(dataset: Dataset, options: LoaderOptions) -> LoaderRun:
         samples_per_s=len(steady) * options.batch_size / sum(steady)
         if len(steady) >= MIN_STEADY_BATCHES
         else None,
-        cpu_ms_per_sample=1e3 * cpu.own * cpu.seconds / max(num_decoded, 1),
+        cpu_ms_per_sample=1e3 * cpu.own_cpus * cpu.seconds / max(num_decoded, 1),
         trainer_cpu_ms_per_sample=1e3 * own_s / max(num_decoded, 1),
         cpu=cpu,
         stages=stages,

@@ -69,8 +69,8 @@ def figures(report: PlanReport) -> list[tuple[str, str]]:
     images = report.images_per_node_s
     decoding = "none: a sample is tokens"
     if images is not None:
-        most = cluster.images_per_node_s
-        decoding = f"{upper_prefix}{images:,.0f} of {most:,.0f} images/s on a node"
+        limit = cluster.images_per_node_s
+        decoding = f"{upper_prefix}{images:,.0f} of {limit:,.0f} images/s on a node"
     elif report.scenario.is_own:
         decoding = "none: no images are known of a sample (--cameras, --height, --width)"
     epoch = "not known: the samples of an epoch are not given"

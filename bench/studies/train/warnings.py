@@ -103,14 +103,15 @@ def find_warnings(
             f"{figures.overshoot_share:.1%} into phases that ended late. This time counts as "
             "“other”, so occupancy is a lower bound."
         )
-        if cpu is None or cpu.own + (cpu.others or 0.0) >= USED_UP * cpu.usable:
+        if cpu is None or cpu.own_cpus + (cpu.other_cpus or 0.0) >= USED_UP * cpu.usable:
             warnings.append(
                 f"The CPUs are overloaded: {overrun} Use a slower profile, or more cores a rank."
             )
         else:
             warnings.append(
-                f"The ranks used only {cpu.own:.1f} of {cpu.usable:g} CPUs, but {overrun} The "
-                "model's thread waits, or is too slow: use a slower profile, or --accelerator cpu."
+                f"The ranks used only {cpu.own_cpus:.1f} of {cpu.usable:g} CPUs, but {overrun} "
+                "The model's thread waits, or is too slow: use a slower profile, or --accelerator "
+                "cpu."
             )
     if figures.queued_share > WAITING:
         warnings.append(

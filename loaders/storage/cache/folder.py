@@ -195,7 +195,7 @@ class CacheFolder:
         """
         self.path = path
         self.max_bytes = max_bytes
-        self._length_of = length_of
+        self.length_of = length_of
         self.thread_lock = threading.RLock()
         """Held under :meth:`locked` too; alone it guards what concerns this process only."""
         self._locks = contextlib.ExitStack()
@@ -227,7 +227,19 @@ class CacheFolder:
                 for _ in self.files.groups():
                     pass  # refuses links and folders of others
                 if is_alone:
-                    self._take_stock()
+                    # Make the table say what is in the folder; remove our own damaged files and
+                    # those of killed processes.
+                    self.files.remove_temporary()
+                    self._table[:] = 0
+                    used_bytes = 0
+                    for index, num_bytes in self.files.stored(num_samples):
+                        is_whole = num_bytes == length_of(index)
+                        if not is_whole or used_bytes + num_bytes > max_bytes:
+                            self.files.remove(index)
+                            continue
+                        self._table[index] = 1
+                        used_bytes += num_bytes
+                    self.used_bytes = used_bytes
                 fcntl.flock(users_fd, fcntl.LOCK_SH)
         except OSError as error:
             self._locks.close()
@@ -257,14 +269,14 @@ class CacheFolder:
     def enter(self, index: int) -> None:
         """Say in the table that a sample, whose bytes are counted, is here."""
         if self._table[index]:
-            self.used_bytes -= self._length_of(index)  # another process was as quick
+            self.used_bytes -= self.length_of(index)  # another process was as quick
         self._table[index] = 1
 
     def remove(self, index: int) -> None:
         """Take a sample out."""
         self.files.remove(index)
         self._table[index] = 0
-        self.used_bytes -= self._length_of(index)
+        self.used_bytes -= self.length_of(index)
 
     def close(self) -> None:
         """Let go of the folder."""
@@ -335,21 +347,6 @@ class CacheFolder:
             self._locks,
             open_file(self.path / name, os.O_RDWR | os.O_CREAT, self.files.fd),
         )
-
-    def _take_stock(self) -> None:
-        """Make the table say what is in the folder; remove our own damaged files and those of
-        killed processes.
-        """
-        self.files.remove_temporary()
-        self._table[:] = 0
-        used = 0
-        for index, size in self.files.stored(len(self._table)):
-            if size != self._length_of(index) or used + size > self.max_bytes:
-                self.files.remove(index)
-                continue
-            self._table[index] = 1
-            used += size
-        self.used_bytes = used
 
 
 def _names_in(folder_fd: int) -> list[str]:

@@ -14,7 +14,6 @@ import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -102,27 +101,8 @@ class CachedSpan:
 class SpanCache:
     """A cache of one dataset's spans; safe to use from many threads and processes."""
 
-    def __init__(
-        self,
-        folder: Path,
-        fingerprint: str,
-        num_samples: int,
-        length_of: Callable[[int], int],
-        max_bytes: int,
-    ) -> None:
-        """Open the cache in ``folder``, or create one; ``length_of`` returns a sample's number of
-        bytes.
-
-        Raises ConfigError where it is of another dataset, version or user.
-        """
-        self.folder = CacheFolder(
-            path=folder,
-            fingerprint=fingerprint,
-            num_samples=num_samples,
-            length_of=length_of,
-            max_bytes=max_bytes,
-        )
-        self._length_of = length_of
+    def __init__(self, folder: CacheFolder) -> None:
+        self.folder = folder
         self.buffers = Buffers(keep_bytes=KEEP_BUFFERS_BYTES)
         self.num_open = 0
         self._counts: Counter[str] = Counter()
@@ -165,11 +145,13 @@ class SpanCache:
             )
         index = dataset.index
         return cls(
-            folder=folder,
-            fingerprint=fingerprint,
-            num_samples=len(index),
-            length_of=lambda row: index.row(row).length,
-            max_bytes=max_bytes,
+            CacheFolder(
+                path=folder,
+                fingerprint=fingerprint,
+                num_samples=len(index),
+                length_of=lambda row: index.row(row).length,
+                max_bytes=max_bytes,
+            )
         )
 
     @classmethod
@@ -317,7 +299,7 @@ class SpanCache:
                     policy.add(row, time)
                 return False
             victims[victim[0]] = victim[1]
-            room += self._length_of(victim[0])
+            room += self.folder.length_of(victim[0])
         for row in victims:
             self.folder.remove(row)
         self._counts["cache_evictions"] += len(victims)

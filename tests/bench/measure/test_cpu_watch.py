@@ -21,7 +21,7 @@ def test_our_own_work_is_ours():
     watch = CpuWatch()
     burn(0.1)
     use = watch.use()
-    assert use.own * use.seconds == pytest.approx(0.1, abs=0.05)
+    assert use.own_cpus * use.seconds == pytest.approx(0.1, abs=0.05)
 
 
 @pytest.mark.process
@@ -36,7 +36,7 @@ def test_children_that_ended_are_ours_too():
         check=True,
     )
     use = watch.use()
-    assert use.own * use.seconds >= 0.1
+    assert use.own_cpus * use.seconds >= 0.1
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_without_the_systems_count_or_with_a_part_of_the_cpus_others_are_unknown
 ):
     monkeypatch.setattr(machine, name, value)
     use = CpuWatch().use()
-    assert use.others is None
+    assert use.other_cpus is None
     assert not use.disturbed
 
 
@@ -62,11 +62,11 @@ def test_others_are_what_the_system_counts_beyond_us(monkeypatch, tmp_path):
     stat.write_text("cpu  1000100 0 50 9999 9999 0 0 0 0 0\ncpu0 1 1 1\n")
     use = watch.use()
     assert use.disturbed
-    assert (use.others + use.own) * use.seconds * machine.os.sysconf("SC_CLK_TCK") == pytest.approx(
-        1_000_000, rel=1e-3
-    )
+    assert (use.other_cpus + use.own_cpus) * use.seconds * machine.os.sysconf(
+        "SC_CLK_TCK"
+    ) == pytest.approx(1_000_000, rel=1e-3)
 
 
 def test_a_little_of_others_is_not_a_disturbance():
-    assert not CpuUse(seconds=1, own=1, others=0.09, usable=2).disturbed
-    assert CpuUse(seconds=1, own=1, others=0.11, usable=2).disturbed
+    assert not CpuUse(seconds=1, own_cpus=1, other_cpus=0.09, usable=2).disturbed
+    assert CpuUse(seconds=1, own_cpus=1, other_cpus=0.11, usable=2).disturbed

@@ -16,8 +16,8 @@ from support.compare_runs import compare_report_of, contestant
 from support.loader_runs import loader_report_of, loader_run
 from support.scale_runs import scale_report
 
-BUSY = CpuUse(seconds=3.0, own=0.9, others=1.1, usable=2.0)
-IDLE = CpuUse(seconds=3.0, own=1.9, others=0.0, usable=2.0)
+BUSY = CpuUse(seconds=3.0, own_cpus=0.9, other_cpus=1.1, usable=2.0)
+IDLE = CpuUse(seconds=3.0, own_cpus=1.9, other_cpus=0.0, usable=2.0)
 
 
 def compared(other_cpus):
@@ -42,7 +42,7 @@ REPORTS = {
     "loader": lambda cpu: loader_report_of(
         [loader_run(rate, cpu=cpu) for rate in (124.0, 125.0, 126.0)]
     ),
-    "compare": lambda cpu: compared(cpu.others),
+    "compare": lambda cpu: compared(cpu.other_cpus),
     "scale": lambda cpu: scale_report(disturbed=cpu.disturbed),
 }
 
@@ -62,12 +62,15 @@ def test_the_headline_says_that_others_used_the_host(kind):
 
 
 def test_ranks_of_one_host_are_no_others_to_each_other():
-    rank = CpuUse(seconds=2.0, own=1.0, others=1.0, usable=2.0)
-    assert combine_host_uses([rank, rank]).others == 0
+    rank = CpuUse(seconds=2.0, own_cpus=1.0, other_cpus=1.0, usable=2.0)
+    assert combine_host_uses([rank, rank]).other_cpus == 0
     assert combine_host_uses([rank, rank]).disturbed is None
-    beside = CpuUse(seconds=2.0, own=0.5, others=1.5, usable=2.0)
+    beside = CpuUse(seconds=2.0, own_cpus=0.5, other_cpus=1.5, usable=2.0)
     assert (
         combine_host_uses([beside, beside]).disturbed
         == "other processes used 1.0 of 2 CPUs, this measurement 1.0"
     )
-    assert combine_host_uses([CpuUse(seconds=1, own=1, others=None, usable=2)]).others is None
+    assert (
+        combine_host_uses([CpuUse(seconds=1, own_cpus=1, other_cpus=None, usable=2)]).other_cpus
+        is None
+    )

@@ -14,10 +14,9 @@ import psutil
 import pytest
 import torch
 
-from fuelrail import ImageAugment
 from fuelrail.loaders.batch.processes import _dumps
 from fuelrail.pipeline.errors import ConfigError, SchemaError, StageError
-from support.batches import load, unlike
+from support.batches import GROUPS, TRAIN, load, unlike
 from support.forked import fork, join
 from support.ranks import warm
 from support.transforms import (
@@ -29,14 +28,6 @@ from support.transforms import (
 )
 
 pytestmark = pytest.mark.process
-TRAIN = ImageAugment(height=32, width=48, train=True, resize_range=(0.6, 0.9), flip_prob=0.5)
-GROUPS = {
-    "back": {
-        "cameras": ["cam_back"],
-        "image": ImageAugment(height=24, width=40),
-    },
-    "front": {"cameras": ["cam_front"], "image": TRAIN},
-}
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -15,12 +15,12 @@ import torch
 from fuelrail.loaders.decode import (
     decode_views,
     make_decoder,
-    native,
     splice,
     turbo,
 )
 from fuelrail.loaders.decode.lens import rectified_camera, sampling, source_rows
 from fuelrail.loaders.decode.splice import splice_rows
+from fuelrail.pipeline import native
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.transforms.image_map import ImageMap
 from fuelrail.pipeline.transforms.lens import Lens, read_lens

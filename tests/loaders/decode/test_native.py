@@ -6,12 +6,13 @@ import os
 import shutil
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
 import simplejpeg
 
+import support.decode_fuzz
 from fuelrail.loaders import commands
 from fuelrail.loaders.decode.turbo import TurboDecoder
 from fuelrail.pipeline import native
@@ -24,9 +25,6 @@ from support.decode_fuzz import sanitized_library
 from support.image_maps import ALL_MAPS
 from support.pictures import encode, natural, psnr_db, shift_px
 from support.shared_data import shared_data
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.fixture(scope="module")
@@ -386,6 +384,36 @@ class TestLibrary:
         assert int.from_bytes(header[18:20], "little") == 183, "EM_AARCH64"
 
     @pytest.mark.slow
+    @pytest.mark.process
+    def test_aarch64_makes_the_same_bytes(self, tmp_path: Path) -> None:
+        """Pictures, resampled planes and restart markers of files and of mutations, in an emulator."""
+        cross = "aarch64-linux-gnu-gcc"
+        if not shutil.which(cross) or not shutil.which("qemu-aarch64"):
+            pytest.skip(
+                "needs Debian packages gcc-aarch64-linux-gnu, libc6-dev-arm64-cross, qemu-user"
+            )
+        files = []
+        for number, rows in enumerate(({}, {"restart_marker_rows": 1})):
+            files.append(tmp_path / f"{number}.jpg")
+            files[-1].write_bytes(
+                encode(natural(333, 215), subsampling="4:2:0", quality=90, **rows)
+            )
+        sources = [native.FOLDER / name for name in ("add_restarts.c", "restart_rows.c")]
+        digests = {}
+        for compiler, emulator in (("gcc", []), (cross, ["qemu-aarch64"])):
+            program = tmp_path / compiler
+            command = [compiler, "-O3", "-std=gnu11", "-fwrapv", "-static", "-Wno-psabi", *STRICT]
+            harness = Path(support.decode_fuzz.__file__).parent / "native_digest.c"
+            command += [f"-I{native.FOLDER}", harness, *sources, "-lm", "-o", program]
+            subprocess.run(command, check=True)
+            digests[compiler] = subprocess.run(
+                [*emulator, program, "40", *files], check=True, capture_output=True, text=True
+            ).stdout
+        assert digests["gcc"] == digests[cross]
+        _, *numbers = digests["gcc"].split()
+        assert min(map(int, numbers)) > 20
+
+    @pytest.mark.slow
     def test_one_built_from_other_sources_is_not_used(self, tmp_path: Path) -> None:
         folder = copy_of_sources(tmp_path)
         with (folder / "camera_jpeg.c").open("a") as file:
@@ -457,3 +485,5 @@ def test_mutations_are_the_same_with_and_without_the_native_decoder(sanitize, tm
     report = json.loads(done.stdout)
     assert report["compared"] > 20
     assert report["decoded"] > 20
+    assert report["restarts"]["rewritten"] >= report["restarts"]["same_pixels"] > 20
+    assert min(report["restarts"]["refused"], report["restarts"]["left"]) > 10

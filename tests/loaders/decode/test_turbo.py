@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import simplejpeg
 
-from fuelrail.loaders.decode import make_decoder, native, turbo
+from fuelrail.loaders.decode import make_decoder, turbo
 from fuelrail.loaders.decode.turbo import TurboDecoder
+from fuelrail.pipeline import native
 from fuelrail.pipeline.errors import ImageError
 from fuelrail.pipeline.transforms.image_map import ImageMap
 from support.decoder_suite import DecoderSuite

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -15,7 +14,7 @@ import psutil
 import pytest
 import torch
 
-from fuelrail import ImageAugment, Normalize, OrderSpec
+from fuelrail import Normalize, OrderSpec
 from fuelrail.loaders.serving.memory import MappedMemory, SharedMemory
 from fuelrail.pipeline.errors import (
     ConfigError,
@@ -26,20 +25,20 @@ from fuelrail.pipeline.errors import (
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.order.mix import MixStage
 from fuelrail.pipeline.order.windows import FrameWindow
-from support.batches import TINY, copied, load, unlike
+from support.batches import (
+    GROUPS,
+    TINY,
+    TRAIN,
+    check_equal_elsewhere,
+    copied,
+    load,
+    unlike,
+)
 from support.ranks import warm
 from support.storage_suite import spoil
 from support.transforms import everything, failing
 
 pytestmark = pytest.mark.process
-TRAIN = ImageAugment(height=32, width=48, train=True, resize_range=(0.6, 0.9), flip_prob=0.5)
-GROUPS = {
-    "back": {
-        "cameras": ["cam_back"],
-        "image": ImageAugment(height=24, width=40),
-    },
-    "front": {"cameras": ["cam_front"], "image": TRAIN},
-}
 NORMALIZE = Normalize(mean=(120.0, 115.0, 100.0), std=(60.0, 55.0, 50.0))
 
 
@@ -110,21 +109,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_batches_are_those_of_threads_for_three_epochs_and_after_a_resume(tiny, name):
-    options = CASES[name]
-    with load(tiny, **options) as loader:
-        expected = [copied(batch) for _ in range(3) for batch in loader]
-        num_batches = len(loader)
-    with load_in_process(tiny, **options) as loader:
-        received = [copied(batch) for batch in islice(loader, 2)]
-        state = loader.state_dict()
-    with load(tiny, **options) as loader:  # a state is the same wherever it is saved
-        loader.load_state_dict(state)
-        received += [copied(batch) for batch in islice(loader, 1)]
-        state = loader.state_dict()
-    with load_in_process(tiny, **options) as loader:
-        loader.load_state_dict(json.loads(json.dumps(state)))
-        received += [copied(batch) for _ in range(3) for batch in loader][: 3 * num_batches - 3]
-    assert unlike(expected, received) == []
+    check_equal_elsewhere(tiny, load_in_process, CASES[name])
 
 
 def test_a_mix_and_a_ramp_are_the_same(tiny, build_once):

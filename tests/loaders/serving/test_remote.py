@@ -6,13 +6,12 @@ import os
 import subprocess
 import sys
 import time
-from itertools import islice
 
 import pytest
 
-from fuelrail import ImageAugment, OrderSpec
+from fuelrail import OrderSpec
 from fuelrail.pipeline.errors import ConfigError, SchemaError, StageError
-from support.batches import TINY, copied, load, unlike
+from support.batches import TINY, TRAIN, check_equal_elsewhere, copied, load, unlike
 from support.ray_cluster import ray_cluster
 from support.remote_kills import batches_through_kills
 from support.transforms import failing
@@ -20,7 +19,6 @@ from support.transforms import failing
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install -e '.[ray]'")
 from fuelrail import RemoteWorkers  # noqa: E402
 
-TRAIN = ImageAugment(height=32, width=48, train=True, resize_range=(0.6, 0.9), flip_prob=0.5)
 pytestmark = [
     pytest.mark.process,
     pytest.mark.slow,
@@ -58,22 +56,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_batches_are_those_of_threads_for_three_epochs_and_after_a_resume(tiny, cluster, name):
-    options = CASES[name]
-    with load(tiny, **options) as loader:
-        expected = [copied(batch) for _ in range(3) for batch in loader]
-        num_batches = len(loader)
-    with load_remotely(tiny, **options) as loader:
-        received = [copied(batch) for batch in islice(loader, 2)]
-        state = loader.state_dict()
-    with load(tiny, **options) as loader:  # a state is the same wherever it is saved
-        loader.load_state_dict(state)
-        received += [copied(batch) for batch in islice(loader, 1)]
-        state = loader.state_dict()
-    with load_remotely(tiny, **options) as loader:
-        loader.load_state_dict(state)
-        received += [copied(batch) for _ in range(3) for batch in loader]
-        assert loader.stats().storage.spans > 0
-    assert unlike(expected, received[: 3 * num_batches]) == []
+    check_equal_elsewhere(tiny, load_remotely, CASES[name])
 
 
 def test_actors_and_nodes_that_die_cost_no_batch(tiny, cluster):

@@ -18,6 +18,7 @@ from fuelrail.loaders.storage.requests import (
 from fuelrail.pipeline.storage.retry import RetryPolicy
 
 RETRY = RetryPolicy(deadline_s=5.0, attempt_timeout_s=2.0, first_delay_s=0.001, max_delay_s=0.01)
+PATIENT = RetryPolicy(deadline_s=100.0, attempt_timeout_s=2.0, first_delay_s=1e9, max_delay_s=1e9)
 NEVER = float("inf")
 DATA = b"12345678"
 
@@ -154,26 +155,14 @@ class TestRetries:
         assert answers == [DATA] * 6
 
     def test_the_first_retry_is_at_once_and_the_next_are_not(self):
-        patient = RetryPolicy(
-            deadline_s=100.0,
-            attempt_timeout_s=2.0,
-            first_delay_s=1e9,
-            max_delay_s=1e9,
-        )
-        client = requester(patient)
+        client = requester(PATIENT)
         server = Server(OSError("x"))
         assert fetch(client, server) == [DATA]
         (error,) = fetch(client, Server(OSError("x"), OSError("y")))
         assert error.num_attempts == 2
 
     def test_when_many_fail_only_a_few_come_back_at_once(self):
-        patient = RetryPolicy(
-            deadline_s=100.0,
-            attempt_timeout_s=2.0,
-            first_delay_s=1e9,
-            max_delay_s=1e9,
-        )
-        answers = fetch(requester(patient, places=64), Server(*[OSError("down")] * 50), 50)
+        answers = fetch(requester(PATIENT, places=64), Server(*[OSError("down")] * 50), 50)
         assert 10 <= sum(isinstance(answer, bytes) for answer in answers) <= 15
 
     @on_that_loop

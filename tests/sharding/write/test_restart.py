@@ -156,8 +156,9 @@ def with_ones_as_a_code(encoded: bytes) -> bytes:
         encode(natural(64, 48), progressive=True),
         with_ones_as_a_code(encode(natural(64, 48))),
         encode(natural(64, 48))[:-2] + b"\x12\x34\xff\xd9",
+        encode(natural(64, 48)).replace(b"\xff\x00", b"\xff\xff\x00"),
     ],
-    ids=["progressive", "a code of all ones", "stray bytes"],
+    ids=["progressive", "a code of all ones", "stray bytes", "fill bytes before no marker"],
 )
 def test_what_is_not_plain_baseline_is_left_as_it_is(encoded: bytes) -> None:
     assert images.with_restart_rows(encoded) is encoded

@@ -192,6 +192,7 @@ class SqliteFile(LogFile):
 
     def _message(self, topic: int, log_ns: int, row: int, limit: int | None) -> Message:
         """Return a message with its first bytes."""
+        name = self._ids[topic].name  # which takes the lock, too
         # substr() would read the rest too.
         with (
             parsing(f"{self._where}: message {row}"),
@@ -199,7 +200,7 @@ class SqliteFile(LogFile):
             self._database.blobopen("messages", "data", row, readonly=True) as blob,
         ):
             return Message(
-                topic=self._ids[topic].name,
+                topic=name,
                 log_ns=log_ns,
                 place=Locator(self._name, 0, row),
                 data=blob.read(-1 if limit is None else limit),

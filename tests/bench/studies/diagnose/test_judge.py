@@ -269,7 +269,7 @@ def reading(report, busy):
 
 @pytest.mark.parametrize(("other_seconds", "said"), [(0.0, "more cores"), (1.0, "Other processes")])
 def test_a_loader_without_free_cpus(other_seconds, said):
-    cpu = CpuUse(seconds=2.0, own=1.9 - other_seconds, others=other_seconds, usable=2.0)
+    cpu = CpuUse(seconds=2.0, own_cpus=1.9 - other_seconds, other_cpus=other_seconds, usable=2.0)
     without = everywhere(**WAITS) | NO_LOADING | {"decode": {}}
     assert said in judge(training(0, **WAITS, cpu=cpu), without=without).advice
 
@@ -281,7 +281,7 @@ def test_a_loader_without_free_cpus(other_seconds, said):
 def test_a_loader_that_holds_up_the_trainers_python_belongs_elsewhere(own_seconds, advice):
     """Without it the time outside the phases is shorter, not the wait."""
     busy = {"wait_ms": 1.0, "other_ms": 9.0}
-    cpu = CpuUse(seconds=2.0, own=own_seconds, others=0.0, usable=2.0)
+    cpu = CpuUse(seconds=2.0, own_cpus=own_seconds, other_cpus=0.0, usable=2.0)
     verdict = judge(
         training(0, **busy, cpu=cpu),
         without=everywhere(**busy) | {"loading": {"other_ms": 1.0}},
@@ -309,7 +309,7 @@ def test_ranks_of_one_model_share_what_they_load():
 
 def test_used_up_cpus_are_counted_in_those_of_other_machines():
     """19 CPUs and 46 % more of them, for two ranks."""
-    cpu = CpuUse(seconds=2.0, own=19.0, others=0.0, usable=20.0)
+    cpu = CpuUse(seconds=2.0, own_cpus=19.0, other_cpus=0.0, usable=20.0)
     verdict = judge(
         training(0, **WAITS, cpu=cpu),
         without=everywhere(**WAITS) | NO_LOADING | {"decode": {}},

@@ -52,8 +52,8 @@ def judge(
     total_ms = sum(cpu_ms.values())
     cpu = CpuUse(
         seconds=SECONDS,
-        own=samples_per_s * total_ms / 1e3,
-        others=other_cpus,
+        own_cpus=samples_per_s * total_ms / 1e3,
+        other_cpus=other_cpus,
         usable=usable,
     )
     jpeg = Rate(name="j", num_threads=4, samples_per_s=1, cpu_ms_per_sample=jpeg_ms)

@@ -236,7 +236,7 @@ CPU = msgspec.structs.replace(SETTINGS, accelerator="cpu", profile=None, model="
 
 def test_a_model_that_sleeps_on_a_cpu_is_not_said_to_overload_it():
     """Forward, backward and optimiser take 31 ms, of which the thread computes for one."""
-    idle = CpuUse(seconds=10.0, own=0.2, others=0.0, usable=2.0)
+    idle = CpuUse(seconds=10.0, own_cpus=0.2, other_cpus=0.0, usable=2.0)
     report = report_of([log(steps(20, cpu_ns=1 * MS))], settings=CPU, cpu=idle)
     assert report.figures.waiting_share == pytest.approx(30 / 31)
     said = " ".join(report.warnings)
@@ -260,12 +260,12 @@ def test_a_model_that_stands_in_the_queue_for_a_cpu_is_said_to():
 def test_an_own_model_on_an_emulated_gpu_is_said_not_to_be_what_is_timed():
     own_settings = msgspec.structs.replace(SETTINGS, model="own:Net")
     late = steps(20, overrun_ns=500 * MS, other_ms=500)
-    idle = CpuUse(seconds=10.0, own=0.2, others=0.0, usable=2.0)
+    idle = CpuUse(seconds=10.0, own_cpus=0.2, other_cpus=0.0, usable=2.0)
     said = " ".join(report_of([log(late)], settings=own_settings, cpu=idle).warnings)
     assert "those of test network on one Test GPU, not as those of model 'own:Net'" in said
     assert "--accelerator cpu" in said
     assert "The ranks used only 0.2 of 2 CPUs, but" in said and "overloaded" not in said
-    busy = msgspec.structs.replace(idle, own=1.9)
+    busy = msgspec.structs.replace(idle, own_cpus=1.9)
     said = " ".join(report_of([log(late)], cpu=busy).warnings)
     assert "The CPUs are overloaded" in said and "not as those of" not in said
 

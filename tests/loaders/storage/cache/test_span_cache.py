@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from fuelrail.loaders.storage import open_storage
+from fuelrail.loaders.storage.cache.folder import CacheFolder
 from fuelrail.loaders.storage.cache.future_uses import FutureUses
 from fuelrail.loaders.storage.cache.span_cache import SpanCache, parse_size
 from fuelrail.pipeline.errors import ConfigError
@@ -28,24 +29,26 @@ BYTES = 1000
 LARGE = 300_000
 
 
-def cache_at(folder, *, samples=100, max_bytes=10 * BYTES, fingerprint="f" * 64):
-    return SpanCache(
-        folder=folder,
+def cache_at(
+    path,
+    *,
+    samples=100,
+    max_bytes=10 * BYTES,
+    fingerprint="f" * 64,
+    length_of=lambda index: BYTES,
+):
+    folder = CacheFolder(
+        path=path,
         fingerprint=fingerprint,
         num_samples=samples,
-        length_of=lambda index: BYTES,
+        length_of=length_of,
         max_bytes=max_bytes,
     )
+    return SpanCache(folder)
 
 
-def large_cache(folder):
-    return SpanCache(
-        folder=folder,
-        fingerprint="f" * 64,
-        num_samples=100,
-        length_of=lambda index: LARGE,
-        max_bytes=10**9,
-    )
+def large_cache(path):
+    return cache_at(path, max_bytes=10**9, length_of=lambda index: LARGE)
 
 
 def span(index):
@@ -148,12 +151,11 @@ def test_samples_of_different_lengths_hit_as_simulated_and_never_exceed_the_size
         ),
         ("lru", Hindsight(sequence), lru_hits(sequence, lengths, capacity)),
     ):
-        cache = SpanCache(
-            folder=tmp_path / name,
-            fingerprint="f" * 64,
-            num_samples=60,
-            length_of=lambda index: int(lengths[index]),
+        cache = cache_at(
+            tmp_path / name,
+            samples=60,
             max_bytes=capacity,
+            length_of=lambda index: int(lengths[index]),
         )
         cache.evict_by(future_uses, uses_per_step)
         hits = []
@@ -362,7 +364,7 @@ class TestH2:
         umask = os.umask(0o002)
         try:
             cache = SpanCache.open_for(open_dataset(pristine), tmp_path / "new" / "cache", "1MB")
-            cache.put(3, memoryview(bytes(cache.folder._length_of(3))))
+            cache.put(3, memoryview(bytes(cache.folder.length_of(3))))
         finally:
             os.umask(umask)
         paths = [

@@ -1,0 +1,1 @@
+"""Stacks that train, each a recipe that saves and resumes in its documented way."""

@@ -1,0 +1,56 @@
+"""webdataset, which has no state."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import webdataset
+
+from fuelrail.bench.peers.stacks.stack import Setup, Stateless
+
+
+class WebdatasetStack(Stateless):
+    """Tar shards, split by node and worker."""
+
+    packages = ("webdataset", "torch")
+    way = "no state, and no number of the epoch; it begins again, with detshuffle=True"
+    offers = frozenset({"buffer", "mix"})
+
+    @staticmethod
+    def store(setup: Setup, folder: Path) -> None:
+        for number, part in enumerate(setup.parts):
+            for shard, rows in enumerate(setup.shards(part)):
+                with webdataset.TarWriter(str(folder / f"{number}-{shard:03d}.tar")) as writer:
+                    for row in rows:
+                        writer.write({"__key__": f"{row:05d}", "txt": str(row)})
+
+    def dataset(self, pattern: str, *, shuffle: bool = True) -> Any:
+        """Return a dataset of some shards."""
+        files = sorted(map(str, self.job.folder.glob(pattern)))
+        rows = webdataset.WebDataset(
+            files,
+            nodesplitter=webdataset.split_by_node,
+            shardshuffle=len(files) if shuffle else False,
+            detshuffle=shuffle,
+            seed=3,
+        )
+        return rows.shuffle(self.setup.buffer) if shuffle and self.setup.buffer else rows
+
+    def loader(self, *, shuffle: bool = True) -> Any:
+        setup = self.setup
+        rows = self.dataset("*.tar", shuffle=shuffle)
+        if setup.is_mixed:
+            random.seed(3)  # which RandomMix draws from
+            parts = [self.dataset("0-*.tar"), self.dataset("1-*.tar")]
+            rows = webdataset.DataPipeline(webdataset.RandomMix(parts, [2 / 3, 1 / 3]))
+        batches = rows.compose(
+            webdataset.batched(setup.batch, collation_fn=list, partial=not setup.drop_last)
+        )
+        return webdataset.WebLoader(batches, batch_size=None, num_workers=setup.workers)
+
+    def epoch(self, _epoch: int) -> Iterable[Any]:
+        for batch in self.train_loader:
+            yield [int(sample["__key__"]) for sample in batch]
