@@ -106,7 +106,7 @@ def test_what_is_not_a_dict_is_refused(roots):
 def test_inspect_shows_a_batch(roots, capsys):
     assert main(["inspect", str(roots["a"]), "--batch"]) == 0
     out = capsys.readouterr().out
-    assert re.search(r"^img +uint8 \[2, 2, 3, 64, 96\] +RGB planes", out, re.MULTILINE)
+    assert re.search(r"^img +uint8 \[2, 2, 3, 64, 96\] +RGB;", out, re.MULTILINE)
 
 
 def test_the_table_names_the_records_in_the_order_of_the_module() -> None:
