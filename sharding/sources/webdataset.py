@@ -317,7 +317,7 @@ class WebDataset(FrameSource[WebDatasetSettings]):
         values = ValueForms()
         attributes = ValueForms()
         has_json = False
-        for sample in islice(self._iter_samples(), self.given.first_samples or None):
+        for sample in islice(self.iter_samples(), self.given.first_samples or None):
             has_json |= self.given.meta in sample.members
             sample_values = self._reader.values(sample, self._reader.json(sample, Counter()).values)
             for forms, of_sample in (
@@ -375,7 +375,7 @@ class WebDataset(FrameSource[WebDatasetSettings]):
         if self.given.images:
             return Sensors.from_names(self.given.images)
         extensions: set[str] = set()
-        for sample in self._iter_samples():
+        for sample in self.iter_samples():
             if cameras := _find_cameras(sample.members):
                 return Sensors.from_names(cameras)
             if len(extensions) < _MOST_EXTENSIONS:
@@ -386,7 +386,7 @@ class WebDataset(FrameSource[WebDatasetSettings]):
             f"members have the extensions: {listed}; the option images maps a camera to one of them"
         )
 
-    def _iter_samples(self, noted: Counter[str] | None = None) -> Iterator[_Sample]:
+    def iter_samples(self, noted: Counter[str] | None = None) -> Iterator[_Sample]:
         """Yield the samples of all tars; ``noted`` counts members that belong to none."""
         noted = Counter() if noted is None else noted
         for tar in self._list_tars():
@@ -439,7 +439,7 @@ class WebDataset(FrameSource[WebDatasetSettings]):
         names_seen: set[str] = set()
         name = ""
         pending: list[_Sample] = []
-        for sample in self._iter_samples(self.noted):
+        for sample in self.iter_samples(self.noted):
             if not self.given.clip:
                 clip_name = (
                     sample.tar.partition(".tar")[0].removesuffix(".tgz").removesuffix(".tzst")

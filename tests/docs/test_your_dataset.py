@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import tarfile
 
 import numpy as np
 import pytest
@@ -201,3 +203,19 @@ def test_torchvision(desk) -> None:
     expected = [names["folder"].targets[row] for step in range(3) for row in names["sampler"][step]]
     assert [label for _, labels in names["batches"] for label in labels.tolist()] == expected
     assert 9 <= sum(expected) <= 11  # 4 of 5 in 12
+
+
+def test_tars_of_webdataset(desk) -> None:
+    (desk / "tars").mkdir()
+    for number in range(6):
+        with tarfile.open(desk / "tars" / f"{number}.tar", "w") as tar:
+            for row in range(number * 10, number * 10 + 10):
+                info = tarfile.TarInfo(f"{row:04d}.cls")
+                info.size = 1
+                tar.addfile(info, io.BytesIO(b"%d" % (row % 10)))
+    batches = follow(PAGE, "webdataset's tars")["batches"]
+    keys = [key for batch in batches for key in batch[0]]
+    assert sorted(keys) == [f"{row:04d}" for row in range(60)]
+    assert [label for batch in batches for label in batch[1].tolist()] == [
+        int(key) % 10 for key in keys
+    ]
