@@ -287,16 +287,10 @@ def test_7_train_on_two_ranks_and_resume_on_one(desk, capfd) -> None:
     names = follow(GUIDES / "parallelism.md")
     assert capfd.readouterr().out.strip().endswith("1")
     assert len(names["parts"][0]) == len(names["parts"][1]) > 0
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "train.py",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
+    for program in (["4", "modules.py"], ["2", "train.py"]):
+        done = subprocess.run([*launcher, *program], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
     keys = [line.split()[-1] for line in done.stdout.splitlines() if line.startswith("rank ")]
     assert len(keys) == len(set(keys)) >= 2
 
