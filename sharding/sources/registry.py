@@ -291,8 +291,8 @@ def sources(kind: str | None = None) -> list[SourceKind]:
 
 
 def _type_name(kind: inspect.Type, meta: dict[str, Any]) -> list[str]:
-    """Return the names of the types that a value may have; append what their Meta says to
-    ``about``.
+    """Return the names of the types that a value may have; ``meta`` gets what their Meta
+    says.
     """
     if isinstance(kind, inspect.Metadata):
         meta.update({**(kind.extra_json_schema or {}), **(kind.extra or {})})

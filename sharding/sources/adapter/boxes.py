@@ -95,7 +95,7 @@ def in_ego(
     timestamp_ns: I64,
     ego2global: F64,
 ) -> dict[str, NDArray[Any]]:
-    """Return columns of boxes but label and validity; ``own`` are numbers of frames with their
+    """Return columns of boxes but label and validity; ``labelled`` are numbers of frames with their
     boxes.
 
     ``frame`` (M,) is the number of each box's frame, whose times (F,) [ns] and poses (F, 4, 4) are
@@ -194,7 +194,7 @@ def _join_column(
     shape: tuple[int, ...],
     unknown: float,
 ) -> NDArray[Any]:
-    """Return one column of all boxes, which are ``number``; ``own`` are the numbers of frames
+    """Return one column of all boxes, which are ``number``; ``labelled`` are the numbers of frames
     with their boxes.
     """
     all_stated = [getattr(frame_boxes, name) for _, frame_boxes in labelled]

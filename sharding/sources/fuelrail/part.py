@@ -148,7 +148,7 @@ class DatasetPart:
         return decoded
 
     def read(self, number: int, field: str) -> memoryview:
-        """Return a member of row number ``at``, decoded; those of one row are decoded together."""
+        """Return a member of a row, decoded; those of one row are decoded together."""
         if self._read[0] != number or field not in self._read[1]:
             row = self._read_row(number)
             span = self._read_bytes(row, row.length)

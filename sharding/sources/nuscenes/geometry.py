@@ -85,9 +85,7 @@ class SceneRows(NamedTuple):
     radars: list[dict[str, Sweep]]
 
     def row_of(self, number: int, channel: str) -> int:
-        """Return the row of ``sample_data`` that sample number ``at`` has of a sensor, -1 for
-        none.
-        """
+        """Return the row of ``sample_data`` that a sample has of a sensor, -1 for none."""
         return int(
             self.keyframes.sensor_rows[self.samples[number], self.keyframes.channels.index(channel)]
         )

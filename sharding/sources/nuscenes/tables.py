@@ -161,7 +161,7 @@ class Tables:
 
     def beside(self, name: str, kind: type[T], problem: str) -> T | None:
         """Return a JSON file beside the tables, None where it is not there; raise SourceError
-        saying ``what`` it is.
+        with the ``problem`` of another one.
         """
         if name not in self.files.listed(self.folder):
             return None

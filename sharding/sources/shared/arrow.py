@@ -94,8 +94,8 @@ def read_feather(
 def open_mapped(mapped: pa.Buffer, where: str, *, read_whole: bool = False) -> Any:
     """Return pyarrow's reader of a mapped Arrow file or stream.
 
-    Raises SourceError, naming ``where``, for a record batch, or for a ``whole`` table, that takes
-    more than its limit when it is decompressed. What is not compressed stays in the file.
+    Raises SourceError, naming ``where``, for a record batch, or with ``read_whole`` for a table, that
+    takes more than its limit when it is decompressed. What is not compressed stays in the file.
     """
     with parsing(where):
         is_file = mapped[: len(ARROW_MAGIC)].to_pybytes() == ARROW_MAGIC
@@ -219,8 +219,8 @@ def read_parquet(
     *,
     read_whole: bool = False,
 ) -> dict[str, NDArray[Any]]:
-    """Read these columns of a Parquet file, in these types (:func:`columns`); ``whole`` as in
-    :func:`open_parquet`.
+    """Read these columns of a Parquet file, in these types (:func:`columns`); ``read_whole`` as
+    in :func:`open_parquet`.
     """
     where = f"table '{files.shown}/{name}'"
     with open_parquet(files, name, read_whole=read_whole) as file:
@@ -234,7 +234,7 @@ def read_parquet(
 
 
 def open_parquet(files: SourceFiles, name: str, *, read_whole: bool = False) -> BoundedParquet:
-    """Open a file; at a URL by ranges, or ``whole``, which no scan needs.
+    """Open a file; at a URL by ranges, or with ``read_whole`` at once, which no scan needs.
 
     Raise SourceError for other files.
     """

@@ -207,7 +207,7 @@ class FolderFiles(_VisibleNames):
     ) -> bytes:
         """Read a file, or a range of it; fewer bytes where it ends before.
 
-        Refuse more than ``most``.
+        Refuse more than ``limit``.
         """
         # A file object takes twice as long, and scans read many heads.
         descriptor = self.descriptor(name)

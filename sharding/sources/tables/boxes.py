@@ -92,8 +92,8 @@ def boxes_of_frames(
     in_global: bool,
     is_unix: bool,
 ) -> Sequence[BoxRows | None]:
-    """Return the boxes of a clip's frames in ``order``: of the column of ``frames``, else of the
-    table ``own``.
+    """Return the boxes of a clip's frames in ``order``: of the column of ``rows``, else of
+    ``box_table``.
 
     Of a table they are the rows with exactly the times (F,) [ns] of the frames: a frame without
     rows is not labelled, and a row without a category says that it is labelled. Raises SourceError
