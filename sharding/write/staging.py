@@ -267,7 +267,7 @@ def stage_clips(
     spec: SourceSpec,
     images: ImageRecipe | None,
     scan_table: Path,
-    of_row: NDArray[np.int8],
+    bands_of_rows: NDArray[np.int8],
     clips: Sequence[ClipInfo],
     stamps: NDArray[np.uint64],
     bands: Bands,
@@ -279,16 +279,16 @@ def stage_clips(
 
     Images that the source decodes itself are staged as they are stored, by ``images``.
 
-    ``of_row`` has the band of each row of the table, NO_BAND where it is not wanted, and ``stamps``
+    ``bands_of_rows`` has the band of each row of the table, NO_BAND where it is not wanted, and ``stamps``
     a number for each, which changes when a file of the row does.
     """
     folder = bands.folder
     path = bands.folder.with_suffix(".npy")
     folder.mkdir(exist_ok=True)
-    save_npy(path, of_row)
+    save_npy(path, bands_of_rows)
     tasks = []
     for number, clip in enumerate(clips):
-        if (of_row[clip.first_row :][: clip.num_samples] == NO_BAND).all():
+        if (bands_of_rows[clip.first_row :][: clip.num_samples] == NO_BAND).all():
             continue
         clip_stamps = stamps[clip.first_row : clip.first_row + clip.num_samples].tobytes()
         stamp = int.from_bytes(hashlib.sha256(clip_stamps).digest()[:8])
@@ -301,7 +301,7 @@ def stage_clips(
     bands.sweep()
     _check_space(
         ScanTable(scan_table),
-        np.flatnonzero(of_row >= bands.num_done),
+        np.flatnonzero(bands_of_rows >= bands.num_done),
         folder,
         images,
     )

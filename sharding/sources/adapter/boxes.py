@@ -38,7 +38,7 @@ class ClipBoxes(NamedTuple):
 
     encoded: list[bytes | None]
     num_boxes: list[int]
-    of_class: I64
+    class_counts: I64
     """(F, K): the number of boxes of each class."""
 
 
@@ -81,12 +81,12 @@ def clip_boxes(
     ):
         encoded[number_of_frame] = data
     num_classes = len(classes.names) + 1
-    of_class = np.bincount(
+    class_counts = np.bincount(
         frame * num_classes + columns["label"] + 1,
         minlength=len(rows) * num_classes,
     )
     num_boxes = np.bincount(frame, minlength=len(rows)).tolist()
-    return ClipBoxes(encoded, num_boxes, of_class.reshape(len(rows), num_classes)[:, 1:])
+    return ClipBoxes(encoded, num_boxes, class_counts.reshape(len(rows), num_classes)[:, 1:])
 
 
 def in_ego(
@@ -125,7 +125,7 @@ def in_ego(
     size = column("size_lwh", np.float64, 3)
     turn_to_ego = to_ego[:, :3, :3]
     stated2ego = np.where(in_global[:, None, None], turn_to_ego, np.eye(3))
-    moved = _turn(turn_to_ego, centre) + to_ego[:, :3, 3]
+    moved = _turn_vectors(turn_to_ego, centre) + to_ego[:, :3, 3]
     centre_in_ego = np.where(in_global[:, None], moved, centre)
     stated_rotation = _make_rotations(
         column("rotation_wxyz", np.float64, 4), column("yaw", np.float64)
@@ -148,12 +148,12 @@ def in_ego(
         track += frame_boxes.track or [""] * len(frame_boxes.category)
     numbers = {name: number for number, name in enumerate(dict.fromkeys(track))}
     tracks = np.fromiter(map(numbers.__getitem__, track), np.int64, len(track))
-    velocity = _turn(stated2ego, column("velocity", np.float64, 3))
+    velocity = _turn_vectors(stated2ego, column("velocity", np.float64, 3))
     is_unstated = np.array([frame_boxes.velocity is None for _, frame_boxes in labelled], np.bool_)
     follow = (tracks != numbers.get("", -1)) & np.repeat(is_unstated, counts)
     if follow.any():
         box2global = ego2global[frame]
-        in_world = _turn(box2global[:, :3, :3], centre) + box2global[:, :3, 3]
+        in_world = _turn_vectors(box2global[:, :3, :3], centre) + box2global[:, :3, 3]
         in_world[in_global] = centre[in_global]
         # The rows before and after each row in its track.
         before, after = np.full((2, len(tracks)), -1, np.int64)
@@ -164,7 +164,7 @@ def in_ego(
         before[last[same]] = first[same]
         after[first[same]] = last[same]
         speed = velocities(in_world, timestamp_ns[frame] // 1000, before, after)
-        velocity[follow] = _turn(turn_to_ego, speed)[follow]
+        velocity[follow] = _turn_vectors(turn_to_ego, speed)[follow]
     ids = np.array([stable_id(name) if name else -1 for name in numbers], np.int64)
     quaternion = quaternions(rotation)
     quaternion = np.where(quaternion[:, :1] < 0, -quaternion, quaternion)
@@ -182,7 +182,7 @@ def in_ego(
     }
 
 
-def _turn(matrices: F64, vectors: F64) -> F64:
+def _turn_vectors(matrices: F64, vectors: F64) -> F64:
     """Return each vector (M, 3), turned by its own matrix (M, 3, 3)."""
     return np.asarray(np.einsum("mij,mj->mi", matrices, vectors))
 
@@ -224,17 +224,17 @@ def _make_rotations(wxyz: F64, yaw: F64) -> F64:
     """
     cos = np.cos(yaw)
     sin = np.sin(yaw)
-    of_yaw = np.zeros((len(yaw), 3, 3))
-    of_yaw[:, 0, 0] = cos
-    of_yaw[:, 0, 1] = -sin
-    of_yaw[:, 1, 0] = sin
-    of_yaw[:, 1, 1] = cos
-    of_yaw[:, 2, 2] = 1
+    yaw_rotations = np.zeros((len(yaw), 3, 3))
+    yaw_rotations[:, 0, 0] = cos
+    yaw_rotations[:, 0, 1] = -sin
+    yaw_rotations[:, 1, 0] = sin
+    yaw_rotations[:, 1, 1] = cos
+    yaw_rotations[:, 2, 2] = 1
     is_unit = are_unit(wxyz)
     full = rotation_matrices(np.where(is_unit[:, None], wxyz, [1.0, 0, 0, 0]))
     full[~is_unit] = np.nan
     is_yaw: Mask = np.asarray(np.isnan(wxyz).all(1))
-    return np.where(is_yaw[:, None, None], of_yaw, full)
+    return np.where(is_yaw[:, None, None], yaw_rotations, full)
 
 
 def rows_by_key(keys: NDArray[np.integer[Any]]) -> dict[int, NDArray[np.intp]]:

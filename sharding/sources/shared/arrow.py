@@ -212,6 +212,25 @@ def check_unique(names: Sequence[Any], where: str, noun: str) -> None:
         raise SourceError(f"{where} has two rows for {noun} {twice}")
 
 
+def unique_pairs(
+    table: Mapping[str, NDArray[Any]], names: tuple[str, str], where: str, noun: str
+) -> list[tuple[Any, Any]]:
+    """Return the pairs of values of two columns; raise SourceError, naming ``where``, for one that
+    is there twice.
+    """
+    first, second = (table[name].tolist() for name in names)
+    pairs = list(zip(first, second, strict=True))
+    check_unique(pairs, where, noun)
+    return pairs
+
+
+def is_list(kind: pa.DataType) -> bool:
+    """Return whether a column of this type has lists."""
+    return bool(
+        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    )
+
+
 def read_parquet(
     files: SourceFiles,
     name: str,
@@ -417,9 +436,7 @@ def _count_expanded_bytes(array: pa.Array) -> int:
         parts = [array.field(number) for number in range(kind.num_fields)]
     elif pa.types.is_map(kind):
         parts = [array.keys, array.items]
-    elif (
-        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-    ):
+    elif is_list(kind):
         parts = [array.values]
     else:
         parts = []
