@@ -338,8 +338,8 @@ def _find_entry(kind: str, where: str = "this names an") -> EntryPoint:
     if kind not in kinds:
         raise ConfigError(
             f"{where} unknown kind {kind!r}; known kinds: "
-            f"{_list_names(kinds)}{did_you_mean(kind, kinds)}; a plug-in's package names its kinds in "
-            f"the entry points '{GROUP}'"
+            f"{_list_names(kinds)}{did_you_mean(kind, kinds)}; a plug-in's package names its kinds "
+            f"in the entry points '{GROUP}'"
         )
     return kinds[kind]
 

@@ -127,7 +127,8 @@ class Members:
                 raise SourceError(f"{self._describe_place(key, member)}: {error}{hint}") from error
             if chain.field in raw:
                 raise SourceError(
-                    f"{self._describe_place(key, member)}: duplicate field '{chain.field}' in the sample"
+                    f"{self._describe_place(key, member)}: duplicate field '{chain.field}' in the "
+                    "sample"
                 )
             if chain.camera is not None:
                 sizes.setdefault(chain.camera, set()).add(self._stored_size(member))

@@ -5,6 +5,7 @@ tracks.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
@@ -102,20 +103,7 @@ def in_ego(
     given.
     """
     counts = [len(frame_boxes.category) for _, frame_boxes in labelled]
-
-    def column(name: str, kind: type, *shape: int, unknown: float = np.nan) -> NDArray[Any]:
-        values = _join_column(labelled, number=len(frame), name=name, shape=shape, unknown=unknown)
-        if issubclass(kind, np.integer):
-            limits = np.iinfo(kind)
-            bad = ~((values >= limits.min) & (values <= limits.max))
-            if bad.any():
-                row = int(np.argmax(bad))
-                raise SourceError(
-                    f"frame {int(frame[row])}: {name} of a box is {values[row]:g}, out of "
-                    "range; unknown is -1"
-                )
-        return values.astype(kind)
-
+    column = partial(_join_column, labelled, frame)
     in_global = np.repeat(
         np.array([frame_boxes.in_global for _, frame_boxes in labelled], np.bool_),
         counts,
@@ -189,17 +177,16 @@ def _turn_vectors(matrices: F64, vectors: F64) -> F64:
 
 def _join_column(
     labelled: Sequence[tuple[int, BoxRows]],
-    number: int,
+    frame: I64,
     name: str,
-    shape: tuple[int, ...],
-    unknown: float,
+    kind: type,
+    *shape: int,
+    unknown: float = np.nan,
 ) -> NDArray[Any]:
-    """Return one column of all boxes, which are ``number``; ``labelled`` are the numbers of frames
-    with their boxes.
-    """
+    """Return one column of all boxes as this type, as `in_ego` takes ``labelled`` and ``frame``."""
     all_stated = [getattr(frame_boxes, name) for _, frame_boxes in labelled]
     if all(stated is None for stated in all_stated):
-        return np.full((number, *shape), unknown)
+        return np.full((len(frame), *shape), unknown, kind)
     parts = []
     for (number_of_frame, frame_boxes), stated in zip(labelled, all_stated, strict=True):
         count = len(frame_boxes.category)
@@ -215,7 +202,17 @@ def _join_column(
                 f"{list(part_shape)}"
             )
         parts.append(part)
-    return np.concatenate(parts)
+    values = np.concatenate(parts)
+    if issubclass(kind, np.integer):
+        limits = np.iinfo(kind)
+        bad = ~((values >= limits.min) & (values <= limits.max))
+        if bad.any():
+            row = int(np.argmax(bad))
+            raise SourceError(
+                f"frame {int(frame[row])}: {name} of a box is {values[row]:g}, out of range; "
+                "unknown is -1"
+            )
+    return values.astype(kind)
 
 
 def _make_rotations(wxyz: F64, yaw: F64) -> F64:

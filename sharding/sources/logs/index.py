@@ -474,7 +474,8 @@ class LogIndex:
         stamp_ns: I64,
         part: str = "",
     ) -> tuple[I64, Mask]:
-        """Return the times that count (N,) [ns], and which messages to keep, as :meth:`_ascending_mask`.
+        """Return the times that count (N,) [ns], and which messages to keep
+        (:meth:`_ascending_mask`).
 
         Raises SourceError also for a stamp of 0 where stamps count.
         """

@@ -94,8 +94,9 @@ def read_feather(
 def open_mapped(mapped: pa.Buffer, where: str, *, read_whole: bool = False) -> Any:
     """Return pyarrow's reader of a mapped Arrow file or stream.
 
-    Raises SourceError, naming ``where``, for a record batch, or with ``read_whole`` for a table, that
-    takes more than its limit when it is decompressed. What is not compressed stays in the file.
+    Raises SourceError, naming ``where``, for a record batch, or with ``read_whole`` for a table,
+    that takes more than its limit when it is decompressed. What is not compressed stays in the
+    file.
     """
     with parsing(where):
         is_file = mapped[: len(ARROW_MAGIC)].to_pybytes() == ARROW_MAGIC
