@@ -123,12 +123,12 @@ def doctor() -> DoctorReport:
         state = "OpenCV is not installed"
         advice = how_to_install("fuelrail[opencv]")
     else:
-        opencv = _version(
+        opencv = _find_version(
             "opencv-python-headless",
             "opencv-python",
             "opencv-contrib-python-headless",
         )
-        state = f"ready: {_version('simplejpeg')}, {opencv or 'OpenCV'}"
+        state = f"ready: {_find_version('simplejpeg')}, {opencv or 'OpenCV'}"
         advice = ""
     findings.append(Finding("decoder=turbo", state, advice))
     loaded = load_native()
@@ -145,8 +145,8 @@ def doctor() -> DoctorReport:
         )
         advice = ""
     findings.append(Finding("native JPEG", state, advice))
-    simd = _version("pillow-simd")
-    plain = _version("pillow")
+    simd = _find_version("pillow-simd")
+    plain = _find_version("pillow")
     advice = ""
     if simd is not None:
         state = f"ready, with SIMD: {simd}"
@@ -160,7 +160,7 @@ def doctor() -> DoctorReport:
             f"{how_to_install('fuelrail[simd]')}"
         )
     findings.append(Finding("decoder=pillow", state, advice))
-    findings += _dali()
+    findings += _describe_dali()
     for name, entry in plugin_decoders().items():
         findings.append(Finding(f"decoder={name}", f"plug-in: {entry.value}"))
     num_workers = default_num_workers()
@@ -169,7 +169,7 @@ def doctor() -> DoctorReport:
     return DoctorReport(findings)
 
 
-def _version(*packages: str) -> str | None:
+def _find_version(*packages: str) -> str | None:
     """Return the first of these packages that is installed, with its version."""
     for package in packages:
         try:
@@ -179,7 +179,7 @@ def _version(*packages: str) -> str | None:
     return None
 
 
-def _dali() -> list[Finding]:
+def _describe_dali() -> list[Finding]:
     """Return whether DALI can be used, and what decodes with it on a GPU."""
     dali_package = dali_install.installed_dali()
     if dali_package is None:

@@ -132,19 +132,19 @@ class Normalize(Settings, frozen=True):
             raise ConfigError(f"std={list(self.std)} must be three numbers above 0")
         # Of grey levels, a mean of 1 is black, and a deviation below 1 spreads the levels over more
         # than 255.
-        of_unit = {
+        unit_levels = {
             name: values
             for name, values in (("mean", self.mean), ("std", self.std))
             if 0.0 < max(values) <= 1.0 and values != (1.0, 1.0, 1.0)
         }
-        if of_unit:
+        if unit_levels:
             largest = max(
                 (255.0 - mean) / std for mean, std in zip(self.mean, self.std, strict=True)
             )
-            stated = ", ".join(f"{name}={list(values)}" for name, values in of_unit.items())
+            stated = ", ".join(f"{name}={list(values)}" for name, values in unit_levels.items())
             scaled = ", ".join(
                 f"{name}={[round(255 * value, 3) for value in values]}"
-                for name, values in of_unit.items()
+                for name, values in unit_levels.items()
             )
             raise ConfigError(
                 f"{stated} must be of grey levels 0 to 255, by which they give images of "

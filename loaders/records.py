@@ -164,11 +164,11 @@ class BatchSlot(NamedTuple):
         images_of_frames: list[list[NDArray[np.uint8]]] = []
         for frame in range(self.images[0].shape[1] if self.has_windows else 1):
             index = (batch_row, frame) if self.has_windows else (batch_row,)
-            of_frame = [
+            frame_images = [
                 self.images[group][(*index, members.cameras.index(camera))]
                 for camera, (group, members) in sorted(places.items())
             ]
-            images_of_frames.append(of_frame)  # type: ignore[arg-type]
+            images_of_frames.append(frame_images)  # type: ignore[arg-type]
         return images_of_frames
 
     def parts(self) -> list[tuple[Sequence[int] | None, torch.Tensor]]:

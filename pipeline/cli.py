@@ -187,7 +187,7 @@ def _described(kind: type[msgspec.Struct]) -> Iterator[_Field]:
 
 
 def _plain_types(kind: inspect.Type, meta: dict[str, Any]) -> Iterator[inspect.Type]:
-    """Yield the types of a field, without None; ``about`` gets what their Meta says."""
+    """Yield the types of a field, without None; ``meta`` gets what their Meta says."""
     if isinstance(kind, inspect.Metadata):
         meta.update({**(kind.extra_json_schema or {}), **(kind.extra or {})})
         yield from _plain_types(kind.type, meta)

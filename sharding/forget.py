@@ -328,7 +328,9 @@ def forget(
         if started is not None and started.recipe.source != "forget":
             check_same_recipe(out.shown, started.recipe, recipe)
         report = _load_finished_report(file, listed, outs, is_started=started is not None)
-        if report is None or (started is None and _named(open_dataset(out.root), listed)[0].size):
+        if report is None or (
+            started is None and _find_rows(open_dataset(out.root), listed)[0].size
+        ):
             parts = _find_parts(outs, listed, is_started=started is not None)
             options = {
                 "names": digest,
@@ -369,11 +371,11 @@ def forget(
 def _find_parts(outs: Sequence[FolderOutput], names: list[str], *, is_started: bool) -> list[_Part]:
     """Return what is to be deleted where, the dataset first."""
     base = _open_source(outs[0], DATASETS, is_started=is_started)
-    rows, unknown = _named(base, names)
+    rows, unknown = _find_rows(base, names)
     if unknown:
         raise unknown_names(unknown)
     if len(rows) == len(base):
-        raise _nothing_left(outs[0])
+        raise _make_empty_error(outs[0])
     keys = base.index.texts("key").take(rows).to_pylist()
     # Layers have no sweeps, and the dataset's own shards are whole, or done with.
     clips = deleted_times(base, rows, has_shards=base.root == outs[0].root)
@@ -383,17 +385,17 @@ def _find_parts(outs: Sequence[FolderOutput], names: list[str], *, is_started: b
         check_base(Layer("layer", layer, read_rows(layer)), base)
         rows_of_layer, _ = named_rows(keys, pa.table({"key": layer.index.texts("key")}))
         if len(rows_of_layer) == len(layer):
-            raise _nothing_left(out)
+            raise _make_empty_error(out)
         parts.append(_Part(out, layer, rows_of_layer, clips))
     return parts
 
 
-def _named(base: Dataset, names: list[str]) -> tuple[Rows, set[str]]:
+def _find_rows(base: Dataset, names: list[str]) -> tuple[Rows, set[str]]:
     table = pa.table({name: base.index.texts(name) for name in ("key", "clip_id")})
     return named_rows(names, table)
 
 
-def _nothing_left(out: FolderOutput) -> ConfigError:
+def _make_empty_error(out: FolderOutput) -> ConfigError:
     return ConfigError(f"nothing would be left of '{out.shown}': remove the folder")
 
 
@@ -487,17 +489,17 @@ def _open_source(out: FolderOutput, kinds: Kinds, *, is_started: bool) -> Datase
     if out.size(MANIFEST_FILE) is None:
         for entry in manifest.files:
             if not file_is(before / entry.name, entry.bytes, entry.sha256):
-                raise _edited(out)
+                raise _make_edited_error(out)
         return open_kind(before, kinds)
     current = load_manifest(out.root, EITHER)
     if current.digest == manifest.digest:
         return open_kind(out.root, kinds)  # nothing has changed there
     if current.lineage.parents != (manifest.fingerprint,):
-        raise _edited(out)
+        raise _make_edited_error(out)
     return open_kind(before, kinds)
 
 
-def _edited(out: FolderOutput) -> DatasetError:
+def _make_edited_error(out: FolderOutput) -> DatasetError:
     return DatasetError(
         f"'{out.work}' is not what an interrupted `fuelrail forget` has left: it was edited or "
         f"belongs to another dataset. Where '{out.root}' has its {MANIFEST_FILE}, remove "
@@ -632,12 +634,12 @@ def _take_place(part: _Part) -> None:
     source = part.source
     next_version = FolderOutput(str(out.work / _NEXT))
     if next_version.size(MANIFEST_FILE) is None:
-        raise _edited(out)
+        raise _make_edited_error(out)
     manifest = load_manifest(next_version.root, EITHER)
     num_left = len(source) - len(part.rows)
     parents = manifest.lineage.parents
     if (parents, manifest.num_samples) != ((part.fingerprint,), num_left):
-        raise _edited(out)
+        raise _make_edited_error(out)
     out.remove(MANIFEST_FILE)
     sync_folder(out.root)
     names = [entry.name for entry in manifest.files]
@@ -649,7 +651,7 @@ def _take_place(part: _Part) -> None:
     is_left = np.ones(len(source), bool)
     is_left[part.rows] = False
     if not keys.equals(source.index.texts("key").filter(pa.array(is_left))):
-        raise _edited(out)
+        raise _make_edited_error(out)
     old_names = [entry.name for entry in source.manifest.files]
     for shard in source.shards:
         old_names += [shard.name, shard.idx_name]

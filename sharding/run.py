@@ -170,7 +170,24 @@ def shard(
         shards = None if finished is None else _load_stored_shards(work, finished)
         planned = _plan_dataset(work, scan, started, shards)
         manifest, dictionary = _start_run(work, scan, planned, finished)
-        job = _make_job(work, spec=spec, scan=scan, plan=planned.plan, dictionary=dictionary)
+        info = scan.info
+        job = WriteJob(
+            out=output.location,
+            scan_table=work.scan_table,
+            plan_rows=work.plan_rows,
+            selection=work.selection,
+            shards=tuple(planned.plan.shards),
+            stamps=shard_stamps(planned.plan, scan.stamps),
+            source=spec,
+            recipe=scan.recipe,
+            dataset=recipe.name or info.name,
+            license=recipe.license or info.license,
+            lidars=tuple(info.lidars),
+            clip_ids=tuple(clip.clip_id for clip in info.clips),
+            dictionary=dictionary,
+            rig=_make_rig(info),
+            channels=info.channels,
+        )
         num_shards = len(job.shards)
         numbers: Sequence[int] = range(num_shards)
         if manifest is not None and shards is not None:
@@ -200,12 +217,12 @@ def shard(
                 work,
                 job=job,
                 plan=planned.plan,
-                info=scan.info,
+                info=info,
                 table=scan.table,
                 clips_by_split=planned.clips_by_split,
             )
         work.remove()
-    return Outcome(manifest, num_written, num_shards - num_written, scan.info.report)
+    return Outcome(manifest, num_written, num_shards - num_written, info.report)
 
 
 def repair(root: str | os.PathLike[str], source: str, num_workers: int, progress: Quiet) -> Outcome:
@@ -416,34 +433,6 @@ def _check_channels(info: ScanInfo, recipe: Recipe, spec: SourceSpec) -> None:
             raise SourceError(f"'{where}': {error}") from error
 
 
-def _make_job(
-    work: Workspace,
-    spec: SourceSpec,
-    scan: _Scan,
-    plan: Plan,
-    dictionary: Dictionary | None,
-) -> WriteJob:
-    info = scan.info
-    recipe = scan.recipe
-    return WriteJob(
-        out=work.out.location,
-        scan_table=work.scan_table,
-        plan_rows=work.plan_rows,
-        selection=work.selection,
-        shards=tuple(plan.shards),
-        stamps=shard_stamps(plan, scan.stamps),
-        source=spec,
-        recipe=recipe,
-        dataset=recipe.name or info.name,
-        license=recipe.license or info.license,
-        lidars=tuple(info.lidars),
-        clip_ids=tuple(clip.clip_id for clip in info.clips),
-        dictionary=dictionary,
-        rig=_make_rig(info),
-        channels=info.channels,
-    )
-
-
 def _stage_shards(
     work: Workspace,
     scan: _Scan,
@@ -455,10 +444,10 @@ def _stage_shards(
     """Bring the clips of these shards into the work folder; returns the job that reads them
     there.
     """
-    of_row = np.full(len(scan.table), NO_BAND, np.int8)
+    bands_of_rows = np.full(len(scan.table), NO_BAND, np.int8)
     for number, band in bands.of_shard.items():
         shard = job.shards[number]
-        of_row[plan.rows[shard.first_sample : shard.first_sample + shard.num_samples]] = band
+        bands_of_rows[plan.rows[shard.first_sample : shard.first_sample + shard.num_samples]] = band
         if band < bands.num_done:
             record = load_record(work.out, shard.stem)
             if record is None or not is_whole(work.out, record):
@@ -468,7 +457,7 @@ def _stage_shards(
             job.source,
             images=job.recipe.images,
             scan_table=job.scan_table,
-            of_row=of_row,
+            bands_of_rows=bands_of_rows,
             clips=scan.info.clips,
             stamps=scan.stamps,
             bands=bands,

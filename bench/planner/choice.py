@@ -633,8 +633,8 @@ def traffic_of(
     Copies reduce behind the last backward pass, as their buckets fill; a sharded optimiser sends
     what it changed behind nothing. Shards gather a block's weights while the block before it
     computes, and reduce its gradients while the next one does: of each pass one block's hide behind
-    nothing. A pipeline reduces when it is done; with ``each``, shards reduce after each
-    micro-batch.
+    nothing. A pipeline reduces when it is done; with ``reduces_each``, shards reduce after
+    each micro-batch.
     """
     taught = teacher_flop / shape.flop
     forward = flop / 3 / shape.flop

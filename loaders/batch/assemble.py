@@ -150,11 +150,13 @@ def assemble(
     if "pack" in batch:
         batch.update(packed_entries(batch))
     if any(sample.boxes is not None for sample in samples):
-        batch.update(_labels(decoded, box_frame))
+        batch.update(_collect_labels(decoded, box_frame))
     return batch
 
 
-def _labels(decoded: Sequence[Parsed], box_frame: BoxFrame) -> dict[str, list[torch.Tensor]]:
+def _collect_labels(
+    decoded: Sequence[Parsed], box_frame: BoxFrame
+) -> dict[str, list[torch.Tensor]]:
     """Return the boxes of the samples and what goes with them, as augmented, in a frame."""
     entries: dict[str, list[torch.Tensor]] = {
         "gt_boxes_3d": [],

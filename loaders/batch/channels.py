@@ -227,16 +227,16 @@ def moved_frames(parsed: Parsed, *, hides: bool) -> tuple[Parsed, tuple[int, Exc
             continue
         if frame.row not in values_by_row:
             try:
-                values_by_row[frame.row] = _moved(parsed, number) | source.attributes.values(
-                    frame.row
-                )
+                values_by_row[frame.row] = _decode_and_move(
+                    parsed, number
+                ) | source.attributes.values(frame.row)
             except Exception as error:  # noqa: BLE001 - any, of a shard that changes
                 return parsed, (number, error)
         extra.append(values_by_row[frame.row])
     return parsed._replace(extra=tuple(extra)), None
 
 
-def _moved(parsed: Parsed, number: int) -> dict[str, Value | None]:
+def _decode_and_move(parsed: Parsed, number: int) -> dict[str, Value | None]:
     """Return the values of one frame by name, moved as the sample is; None where the frame lacks
     one.
     """
@@ -330,21 +330,21 @@ class SelectedChannels(NamedTuple):
                 sides = tuple(side or 0 for side in channel.shape)
                 shape = LAWS[channel.law.name].shape(sides, channel, motion)
             collated = KINDS[channel.kind].collate(values, channel, shape)
-            batch[channel.name] = _shaped(collated, axes)
+            batch[channel.name] = _shape_tensors(collated, axes)
             batch[f"{channel.name}_valid"] = torch.from_numpy(axes.shaped(present))
         return batch
 
 
-def _shaped(collated: Any, frames: Frames) -> Any:
+def _shape_tensors(collated: Any, frames: Frames) -> Any:
     """Return what a kind collated over all frames as tensors, with the axes of the batch."""
     if isinstance(collated, Packed) or (
         isinstance(collated, Logits) and collated.offsets is not None
     ):
         return type(collated)(*(_tensor(array) for array in collated))
     if isinstance(collated, Logits):
-        return collated.map(lambda array: _shaped(array, frames))
+        return collated.map(lambda array: _shape_tensors(array, frames))
     if isinstance(collated, dict):
-        return {name: _shaped(value, frames) for name, value in collated.items()}
+        return {name: _shape_tensors(value, frames) for name, value in collated.items()}
     if isinstance(collated, np.ndarray):
         return _tensor(collated).reshape(*frames.axes, *collated.shape[1:])
     return frames.listed([_tensor(value) for value in collated])
@@ -377,21 +377,21 @@ def split_sample(
                 torch.as_tensor(value.offsets)[1:-1],
             )
         )
-        return (parts, _packed_windows) if has_windows else (parts[0], _packed)
+        return (parts, _pack_windows) if has_windows else (parts[0], _pack)
     if isinstance(value, Logits):
         if value.offsets is None:
-            return value.map(lambda part: part[0]), _stacked_logits
+            return value.map(lambda part: part[0]), _stack_logits
         parts_of_rows = [
             value.map(operator.itemgetter(slice(*ends)))
             for ends in pairwise(value.offsets.tolist())
         ]
-        return (parts_of_rows, _packed_windows) if has_windows else (parts_of_rows[0], _packed)
+        return (parts_of_rows, _pack_windows) if has_windows else (parts_of_rows[0], _pack)
     if isinstance(value, dict):
-        return {name: column[0] for name, column in value.items()}, _joined
+        return {name: column[0] for name, column in value.items()}, _join_dicts
     return None
 
 
-def _joined(values: list[Any]) -> Any:
+def _join_dicts(values: list[Any]) -> Any:
     """Return dicts of the same names as a dict of lists; anything else, which a transform made,
     as the list it is.
     """
@@ -400,15 +400,15 @@ def _joined(values: list[Any]) -> Any:
     return values
 
 
-def _stacked_logits(values: list[Any]) -> Any:
+def _stack_logits(values: list[Any]) -> Any:
     return (
-        _joined_logits(values, torch.stack)
+        _join_logits(values, torch.stack)
         if all(isinstance(value, Logits) for value in values)
         else values
     )
 
 
-def _joined_logits(
+def _join_logits(
     values: list[Any], join: Callable[[tuple[torch.Tensor, ...]], torch.Tensor]
 ) -> Logits:
     return Logits(
@@ -416,10 +416,10 @@ def _joined_logits(
     )
 
 
-def _packed(values: list[Any]) -> Any:
+def _pack(values: list[Any]) -> Any:
     if all(isinstance(value, Logits) for value in values):
-        offsets = _packed([value.known for value in values]).offsets
-        return _joined_logits(values, torch.cat)._replace(offsets=offsets)
+        offsets = _pack([value.known for value in values]).offsets
+        return _join_logits(values, torch.cat)._replace(offsets=offsets)
     if not all(isinstance(value, torch.Tensor) and value.ndim == 1 for value in values):
         return values
     offsets = torch.zeros(len(values) + 1, dtype=torch.int64)
@@ -428,7 +428,7 @@ def _packed(values: list[Any]) -> Any:
     return Packed(torch.cat(values), offsets)  # type: ignore[arg-type]
 
 
-def _packed_windows(values: list[Any]) -> Any:
+def _pack_windows(values: list[Any]) -> Any:
     if not all(isinstance(value, list) for value in values):
         return values
-    return _packed([frame for value in values for frame in value])
+    return _pack([frame for value in values for frame in value])

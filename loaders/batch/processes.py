@@ -75,7 +75,7 @@ class _Pool:
         # Before multiprocessing terminates what is left, and only in the process that started the
         # workers.
         self.end = multiprocessing.util.Finalize(
-            self, _end, (self._all, self.idle), exitpriority=10
+            self, _end_workers, (self._all, self.idle), exitpriority=10
         )
 
     def start(self, setup: bytes) -> _Worker:
@@ -109,7 +109,7 @@ def start_process(serve: Callable[[Any], None], name: str) -> tuple[Any, Any]:
     return process, ours
 
 
-def _end(workers: list[_Worker], idle: deque[_Worker]) -> None:
+def _end_workers(workers: list[_Worker], idle: deque[_Worker]) -> None:
     """End the workers: idle ones by closing their pipes, those that a thread still waits for by
     a signal.
     """
@@ -161,12 +161,12 @@ class ProcessTransform:
         except IndexError:
             worker = pool.start(self._setup)
         try:
-            value = worker.ask(_dumps(sample))
+            value = worker.ask(_dump(sample))
         finally:
             if worker.process.is_alive():
                 pool.idle.append(worker)
         if isinstance(value, dict) and "img" in value:
-            value["img"] = _in_place(sample["img"], value["img"])
+            value["img"] = _copy_into(sample["img"], value["img"])
         return value
 
     def close(self) -> None:
@@ -176,13 +176,13 @@ class ProcessTransform:
             pool.end()
 
 
-def _in_place(place: Any, content: Any) -> Any:
+def _copy_into(place: Any, content: Any) -> Any:
     """Return the buffer's own images, or those of each group of cameras, with the content of
     images of their form.
     """
     if isinstance(place, dict):
         return (
-            {name: _in_place(place.get(name), part) for name, part in content.items()}
+            {name: _copy_into(place.get(name), part) for name, part in content.items()}
             if isinstance(content, dict)
             else content
         )
@@ -217,7 +217,7 @@ def _answer(work: Callable[[Any], Any], request: bytes) -> bytes | memoryview:
     try:
         result = work(pickle.loads(request))
         try:
-            return _dumps((result, None))
+            return _dump((result, None))
         except Exception as error:
             raise ConfigError(
                 "transform returned what cannot be pickled, which transform_in='process' "
@@ -235,7 +235,7 @@ class _Pickler(pickle.Pickler):
         if not is_plain(value):
             return NotImplemented
         content: Any = content_of(value)
-        return _tensor, (
+        return _make_tensor, (
             pickle.PickleBuffer(content),
             value.dtype,
             tuple(value.shape),
@@ -251,7 +251,7 @@ def content_of(tensor: torch.Tensor) -> NDArray[np.uint8]:
     return content
 
 
-def _tensor(content: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+def _make_tensor(content: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     return (
         torch.frombuffer(content, dtype=dtype).view(shape)
         if content
@@ -259,7 +259,7 @@ def _tensor(content: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> t
     )
 
 
-def _dumps(value: Any) -> memoryview:
+def _dump(value: Any) -> memoryview:
     out = io.BytesIO()
     _Pickler(out, pickle.HIGHEST_PROTOCOL).dump(value)
     return out.getbuffer()

@@ -212,13 +212,13 @@ def parse(
                 )
                 task = task._replace(frames=task.frames[: timed.num_frames])
             parsed, failure = moved_frames(
-                _drawn(task, samples_by_row, augments, task.number, hides=hides),
+                _draw_sample(task, samples_by_row, augments, task.number, hides=hides),
                 hides=hides,
             )
             parsed = parsed._replace(timed=timed.moved(values, parsed.bev))
             if augments.second_at and failure is None:
                 second_task = task._replace(batch_row=task.batch_row + augments.second_at)
-                drawn = _drawn(
+                drawn = _draw_sample(
                     second_task,
                     samples_by_row,
                     augments,
@@ -233,7 +233,7 @@ def parse(
             fetched = fetch(bad, bad.replace(task, *failure))
 
 
-def _drawn(
+def _draw_sample(
     task: Task,
     samples_by_row: Mapping[int, Sample],
     augments: Augments,
@@ -299,18 +299,20 @@ def decode(
         for number in range(len(task.frames)):
             earlier = parsed.is_shown_before(number)
             if earlier is not None:
-                for of_view in images:
-                    for image, source in zip(of_view[number], of_view[earlier], strict=True):
+                for view_images in images:
+                    for image, source in zip(
+                        view_images[number], view_images[earlier], strict=True
+                    ):
                         image[:] = source
                 continue
             try:
-                _decode(
+                _decode_frame(
                     decoder,
                     cameras=cameras,
                     fill=fill,
                     views=views,
                     number=number,
-                    images=[of_view[number] for of_view in images],
+                    images=[view_images[number] for view_images in images],
                 )
             except BAD_SAMPLE as error:
                 parsed = parse_again(fetch(bad, bad.replace(task, number, error)))
@@ -319,7 +321,7 @@ def decode(
             return parsed
 
 
-def _decode(
+def _decode_frame(
     decoder: ImageDecoder,
     cameras: Sequence[str],
     fill: tuple[int, int, int],
@@ -336,8 +338,8 @@ def _decode(
     }
     for camera in range(len(cameras)):
         if camera not in files:
-            for of_view in images:
-                of_view[camera][:] = 0
+            for view_images in images:
+                view_images[camera][:] = 0
     if len(views) == 1:
         maps = [views[0].maps[number][camera] for camera in files]
         outs = [images[0][camera] for camera in files]
@@ -350,7 +352,7 @@ def _decode(
                 raise ImageError(error.message, key=sample.key, member=cameras[camera]) from error
     else:
         for camera, encoded in files.items():
-            outs = [of_view[camera] for of_view in images]
+            outs = [view_images[camera] for view_images in images]
             try:
                 decode_views(
                     decoder,
@@ -360,6 +362,6 @@ def _decode(
                 )
             except ImageError as error:
                 raise ImageError(error.message, key=sample.key, member=cameras[camera]) from error
-    for view, of_view in zip(views, images, strict=True):
+    for view, view_images in zip(views, images, strict=True):
         for camera in files:
-            change_pixels(of_view[camera], view.changes[camera], fill)
+            change_pixels(view_images[camera], view.changes[camera], fill)

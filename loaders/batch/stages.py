@@ -279,15 +279,15 @@ class BatchPipeline(NamedTuple):
                     self.batch_size if group else 1,
                 )
             )
-        collate = partial(self._collated, collate)
+        collate = partial(self._collate, collate)
         stages.append(Stage("collate", collate, 1, tuning.ready, group=group))
-        return self._with_last(stages, tuning)
+        return self._add_last_stages(stages, tuning)
 
-    def _collated(self, collate: Callable[[Sequence[Any]], Any], items: Sequence[Any]) -> Any:
+    def _collate(self, collate: Callable[[Sequence[Any]], Any], items: Sequence[Any]) -> Any:
         """Return the batch of decoded or transformed samples, as a `Collated` where later work
         needs its place.
         """
-        views = _all_views(items)
+        views = _list_views(items)
         batch = collate(views)
         if self.static is not None:
             batch = static.pad(self.static, batch, self.pack, self.batch_size)
@@ -310,9 +310,9 @@ class BatchPipeline(NamedTuple):
         if self.transfer is None:
             return [Stage("receive", samples.keep, 1, 1)]
         receive = operator.attrgetter("batch") if self.batch_transform is None else samples.keep
-        return self._with_last([Stage("receive", receive, 1, 1)], tuning)
+        return self._add_last_stages([Stage("receive", receive, 1, 1)], tuning)
 
-    def _with_last(self, stages: list[Stage], tuning: Tuning) -> list[Stage]:
+    def _add_last_stages(self, stages: list[Stage], tuning: Tuning) -> list[Stage]:
         last = None if self.serves else self.batch_transform or self.normalize
         if last is not None and self.transfer is None:
             name = "normalize" if self.batch_transform is None else "batch_transform"
@@ -413,7 +413,7 @@ def make_batch_pipeline(
     )
 
 
-def _all_views(items: Sequence[Parsed | user.Sample]) -> list[Any]:
+def _list_views(items: Sequence[Parsed | user.Sample]) -> list[Any]:
     """Return the views of parsed or transformed samples: all first ones, then all second ones."""
     return [
         view for view_set in zip(*(item.views for item in items), strict=True) for view in view_set
@@ -459,7 +459,7 @@ class BatchDecode:
             slot = slot.for_rows(len(batch) * len(batch[0].views), self._decoder.new_output)
         parts = slot.parts()
         samples = list(batch)
-        failed = self._decode(_all_views(samples), parts)
+        failed = self._decode(_list_views(samples), parts)
         for row, (frame, error) in failed.items():
             index = row % len(samples)
             if row != index and index in failed:
@@ -481,7 +481,7 @@ class BatchDecode:
                     if is_bad is not None:
                         break
         if on_cpu:
-            for index, parsed in enumerate(_all_views(samples)):
+            for index, parsed in enumerate(_list_views(samples)):
                 for sample, planes in zip(parsed.samples, slot.frames(index), strict=True):
                     for image, channel, change in zip(
                         planes, self._cameras, parsed.changes, strict=True

@@ -52,11 +52,13 @@ def pad(
         )
     padded: dict[str, Any] = {}
     for name, value in batch.items():
-        is_fixed = pack is not None if isinstance(value, Packed) else bool(_parts(name, value))
+        is_fixed = (
+            pack is not None if isinstance(value, Packed) else bool(_split_entry(name, value))
+        )
         if is_fixed or not _has_tensors(value):
             padded[name] = value
         elif name in _BOX_FILL:
-            padded[name], mask = _padded(
+            padded[name], mask = _pad_lists(
                 batch,
                 name=name,
                 maximum=settings.max_boxes,
@@ -65,7 +67,7 @@ def pad(
             )
             padded.setdefault("gt_mask", mask)
         elif name == "points" and settings.max_points is not None:
-            padded[name], padded["points_mask"] = _padded(
+            padded[name], padded["points_mask"] = _pad_lists(
                 batch,
                 name=name,
                 maximum=settings.max_points,
@@ -104,7 +106,7 @@ def _has_tensors(value: object) -> bool:
     )
 
 
-def _parts(name: str, value: object) -> dict[tuple[str, ...], torch.Tensor]:
+def _split_entry(name: str, value: object) -> dict[tuple[str, ...], torch.Tensor]:
     """Return the tensors of fixed shape of an entry: itself, its images by group of cameras, its
     logits, its packs.
     """
@@ -120,7 +122,7 @@ def _parts(name: str, value: object) -> dict[tuple[str, ...], torch.Tensor]:
     return {(name, part): tensor for part, tensor in value.items()} if is_flat else {}
 
 
-def _padded(
+def _pad_lists(
     batch: dict[str, Any], name: str, maximum: int, option: str, fill: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return lists of tensors (n, ...), one a sample or one a frame of it, as one tensor, and
@@ -174,7 +176,7 @@ class FixedBuffers:
         tensors = {
             key: tensor
             for name, value in batch.items()
-            for key, tensor in _parts(name, value).items()
+            for key, tensor in _split_entry(name, value).items()
         }
         if first and tensors.keys() != first.keys():
             unlike = ", ".join(sorted(map(".".join, tensors.keys() ^ first.keys())))
@@ -215,7 +217,7 @@ class FixedBuffers:
         }
         for entry, value in batch.items():
             parts: dict[str, Any] = {
-                key[1]: buffers[key] for key in _parts(entry, value) if len(key) > 1
+                key[1]: buffers[key] for key in _split_entry(entry, value) if len(key) > 1
             }
             if parts:
                 entries[entry] = (

@@ -78,13 +78,13 @@ class Frames(NamedTuple):
         for entry in decoded:
             for frame_maps in entry.maps:
                 image_maps += frame_maps
-        of_samples = (
+        sample_matrices = (
             np.array([entry.bev.matrix for entry in decoded]),
             np.array([entry.bev.inverse for entry in decoded]),
             np.array([entry.sample.geometry.ego2global for entry in decoded]),
         )
         bda, undo_bda, key2global = (
-            matrices[:, None] if has_windows else matrices for matrices in of_samples
+            matrices[:, None] if has_windows else matrices for matrices in sample_matrices
         )
         geometry = Geometry.stack([sample.geometry for sample in samples], *axes)
         ida_mat = ida_mats(image_maps).reshape(*axes, -1, 4, 4)
@@ -95,7 +95,7 @@ class Frames(NamedTuple):
             axes=axes,
             geometry=geometry,
             ida_mat=ida_mat,
-            bda=of_samples[0],
+            bda=sample_matrices[0],
             intrinsics=apply_to_intrinsics(ida_mat, geometry.intrinsics),
             ego2global=geometry.ego2global @ undo_bda,
             cam2keyego=bda[..., None, :, :] @ geometry.cam2keyego(key2global),

@@ -242,9 +242,9 @@ class Arena:
 
         Raises ConfigError where there is no memory for them.
         """
-        return pack(tensors, self._grown)
+        return pack(tensors, self._take_memory)
 
-    def _grown(self, num_bytes: int) -> NDArray[np.uint8]:
+    def _take_memory(self, num_bytes: int) -> NDArray[np.uint8]:
         if num_bytes > len(self._memory):
             # A quarter more, so that batches that grow a little do not each take new memory.
             room = -(-num_bytes * 5 // 4 // ALIGNMENT) * ALIGNMENT

@@ -199,7 +199,7 @@ def stack_samples(transformed: Sequence[Sample]) -> dict[str, Any]:
     for name in samples[0]:
         values = [sample[name] for sample in samples]
         if name == "img":
-            batch[name] = _stacked_images(transformed, values)
+            batch[name] = _stack_images(transformed, values)
         elif name in common:
             batch[name] = values[0]
         else:
@@ -223,22 +223,22 @@ def _stack(values: list[Any]) -> Any:
     return values
 
 
-def _stacked_images(transformed: Sequence[Sample], images: list[Any]) -> Any:
+def _stack_images(transformed: Sequence[Sample], images: list[Any]) -> Any:
     """Return the batch's buffer itself if every image is still its own row of it; so for each
     group of cameras.
     """
     buffer = transformed[0].slot.img()
     if not isinstance(buffer, dict):
-        return _same_rows(buffer, transformed, images)
+        return _keep_rows(buffer, transformed, images)
     if not all(isinstance(image, dict) and image.keys() == buffer.keys() for image in images):
         return _stack(images)
     return {
-        name: _same_rows(buffer_of_group, transformed, [image[name] for image in images])
+        name: _keep_rows(buffer_of_group, transformed, [image[name] for image in images])
         for name, buffer_of_group in buffer.items()
     }
 
 
-def _same_rows(buffer: torch.Tensor, transformed: Sequence[Sample], images: list[Any]) -> Any:
+def _keep_rows(buffer: torch.Tensor, transformed: Sequence[Sample], images: list[Any]) -> Any:
     for entry, image in zip(transformed, images, strict=True):
         row = buffer[entry.batch_row]
         if not (

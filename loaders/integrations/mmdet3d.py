@@ -165,7 +165,7 @@ def mmdet3d_samples(
         )
     return {
         "inputs": inputs,
-        "data_samples": [_data_sample(sample) for sample in samples]
+        "data_samples": [_make_data_sample(sample) for sample in samples]
         if as_data_samples
         else samples,
     }
@@ -189,7 +189,7 @@ def _require_one_stack(batch: Mapping[str, Any]) -> None:
         )
 
 
-def _data_sample(sample: dict[str, Any]) -> Any:
+def _make_data_sample(sample: dict[str, Any]) -> Any:
     from mmdet3d.structures import Det3DDataSample, LiDARInstance3DBoxes
     from mmengine.structures import InstanceData
 

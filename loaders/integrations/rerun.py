@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from fuelrail.loaders.storage.reader import SampleReader
 from fuelrail.pipeline.errors import ConfigError, needs
 from fuelrail.pipeline.format.dataset import open_dataset
-from fuelrail.pipeline.rigid import invert_rigid
+from fuelrail.pipeline.rigid import invert_rigid, move_points
 from fuelrail.pipeline.settings import Settings, flag
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ def _log_sample(
     if sample.points:
         lidar2ego = geometry.lidar2ego[0]
         sweep = next(iter(sample.points.values()))[:, :3].astype(np.float64)
-        points = sweep @ lidar2ego[:3, :3].T + lidar2ego[:3, 3]
+        points = move_points(sweep, lidar2ego)
     share = np.clip((points[:, 2:3] + 0.5) / 3.5, 0.0, 1.0)
     colours = (_BLUE + share * (_YELLOW - _BLUE)).astype(np.uint8)
     recording.log("world/ego/lidar", rr.Points3D(points, colors=colours, radii=0.03))

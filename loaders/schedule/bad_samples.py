@@ -152,7 +152,7 @@ class BadSamples:
             is_new = number not in self._bad
             self._bad.add(number)
             if is_new:
-                self._note(task, frame, error, entries[task.current].key)
+                self._log_replacement(task, frame, error, entries[task.current].key)
             if self.note is not None:
                 bad = task.frames[task.current].entry
                 self.note(
@@ -168,7 +168,7 @@ class BadSamples:
                 ) from error
         return replaced
 
-    def _note(self, task: Task, frame: int, error: Exception, replaced_by: str) -> None:
+    def _log_replacement(self, task: Task, frame: int, error: Exception, replaced_by: str) -> None:
         row, _, entry, _ = task.frames[frame]
         manifest = task.source.dataset.manifest
         line: dict[str, Any] = {

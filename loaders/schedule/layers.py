@@ -89,11 +89,11 @@ def open_layers(
         )
     opened: dict[str, tuple[Layer, ...]] = {}
     for name, base in datasets.items():
-        of_one = by_dataset.get(name, {})
-        if not isinstance(of_one, Mapping):
+        places = by_dataset.get(name, {})
+        if not isinstance(places, Mapping):
             raise ConfigError(_FORM.format(layers))
         layers_of_dataset = []
-        for layer, place in of_one.items():
+        for layer, place in places.items():
             if not isinstance(layer, str):
                 raise ConfigError(_FORM.format(layers))
             if isinstance(place, Layer):  # as it was, for a replay
@@ -124,9 +124,9 @@ def fingerprints_of(layers: Layers, *, is_mix: bool) -> dict[str, Any] | None:
     None without layers.
     """
     fingerprints = {
-        name: {layer.name: layer.manifest.fingerprint for layer in of_one}
-        for name, of_one in layers.items()
-        if of_one
+        name: {layer.name: layer.manifest.fingerprint for layer in dataset_layers}
+        for name, dataset_layers in layers.items()
+        if dataset_layers
     }
     if not fingerprints:
         return None

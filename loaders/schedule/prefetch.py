@@ -97,7 +97,7 @@ def prefetch(
                     bundle.append((scheduled, entries))
                     lengths.append(length)
                     waiting += length
-                requests = _request(bundle, streams, num_requested)
+                requests = _request_bundle(bundle, streams, num_requested)
                 for (scheduled, entries), length, reads in zip(
                     bundle, lengths, requests, strict=True
                 ):
@@ -129,7 +129,7 @@ def prefetch(
             stream.session.close()
 
 
-def _request(
+def _request_bundle(
     bundle: list[tuple[Scheduled, tuple[IndexRow, ...]]],
     streams: Sequence[RequestStream],
     num_requested: int,

@@ -168,7 +168,7 @@ def make_schedule(
         named=mix is not None,
     )
     parts = [
-        Part(source.first_row, source.base, _lookup(window, table, source))
+        Part(source.first_row, source.base, _make_lookup(window, table, source))
         for source, table in zip(sources, clips.values(), strict=True)
     ]
     identity = Identity(
@@ -182,7 +182,9 @@ def make_schedule(
     return Schedule(sources, PositionIndex(order, parts), identity, layers)
 
 
-def _lookup(window: Window | None, clips: ClipTable | None, source: Source) -> WindowLookup | None:
+def _make_lookup(
+    window: Window | None, clips: ClipTable | None, source: Source
+) -> WindowLookup | None:
     """Return the map of a dataset's samples to their windows; raise OrderError where no window
     has another frame than the sample's.
     """

@@ -73,9 +73,11 @@ class StepClient:
         self._is_stopped = threading.Event()
         self._num_iterations += 1
         self.transport.open()
-        return self._items(StepRequest(self._num_iterations, walk.start, 0), self._is_stopped)
+        return self._iter_batches(
+            StepRequest(self._num_iterations, walk.start, 0), self._is_stopped
+        )
 
-    def _items(self, step: StepRequest, is_stopped: threading.Event) -> Iterator[Any]:
+    def _iter_batches(self, step: StepRequest, is_stopped: threading.Event) -> Iterator[Any]:
         while (result := self.transport.make(step, is_stopped)) is not None:
             if result.error is not None:
                 error, cause = pickle.loads(result.error)

@@ -99,7 +99,7 @@ def connect_node() -> Callable[[], tuple[None, Connection]]:
                     "where='node', which all ranks of a host must do"
                 )
             if local_rank == "0" and started is None:
-                started = _start(names)
+                started = _start_process(names)
             time.sleep(0.05)
 
     return connect
@@ -116,7 +116,7 @@ def _connect(names: Sequence[str]) -> Connection | None:
         channel.settimeout(_CONNECT_S)
         try:
             channel.connect(f"\0{name}")
-            _, user = _peer(channel)
+            _, user = _read_peer(channel)
         except OSError:
             channel.close()
             continue
@@ -127,7 +127,7 @@ def _connect(names: Sequence[str]) -> Connection | None:
     return None
 
 
-def _start(names: Sequence[str]) -> subprocess.Popen[bytes]:
+def _start_process(names: Sequence[str]) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", __name__, str(ranks_on_host()), *names]
     environment = {
         **os.environ,
@@ -142,7 +142,7 @@ def _start(names: Sequence[str]) -> subprocess.Popen[bytes]:
     )
 
 
-def _peer(channel: socket.socket) -> tuple[int, int]:
+def _read_peer(channel: socket.socket) -> tuple[int, int]:
     """Return the process at the other end, as of when it connected or listened, and its user."""
     size = struct.calcsize("3i")
     process, user, _ = struct.unpack(
@@ -222,7 +222,7 @@ class _Host:
                 if not 0 <= local_rank < self._num_ranks:
                     connection.close()
                     return
-                server = self._server(content)
+                server = self._find_server(content)
                 connection.send(None)
                 self._ranks[local_rank] = _Rank(connection, process, server)
                 if len(self._ranks) == self._num_ranks:
@@ -246,7 +246,7 @@ class _Host:
         with self._lock:
             return not any(rank.is_alive() for rank in self._ranks.values())
 
-    def _server(self, content: bytes) -> RankServer:
+    def _find_server(self, content: bytes) -> RankServer:
         try:
             setup: Setup = pickle.loads(content)
         except Exception as error:
@@ -288,7 +288,7 @@ def main(num_ranks: int, names: Sequence[str]) -> None:
                 channel, _address = listening.accept()
             except OSError:  # nobody has come for some time, or the ranks are all here
                 continue
-            process, user = _peer(channel)
+            process, user = _read_peer(channel)
             if user != os.getuid():
                 channel.close()
                 continue

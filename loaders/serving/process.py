@@ -80,7 +80,7 @@ class _Link:
         """Iteration and number of the newest step that was asked for."""
         # Before multiprocessing terminates what is left, and only in the process that started it.
         self.end = multiprocessing.util.Finalize(
-            self, _end, (self.process, self.connection), exitpriority=10
+            self, _end_process, (self.process, self.connection), exitpriority=10
         )
         with _losses():
             self.connection.send_bytes(setup)
@@ -128,7 +128,7 @@ class _Link:
         return None
 
 
-def _end(process: Any, connection: Any) -> None:
+def _end_process(process: Any, connection: Any) -> None:
     connection.close()
     if process is not None:
         process.join(_JOIN_S)

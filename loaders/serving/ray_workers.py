@@ -185,9 +185,9 @@ class RayTransport:
             self._window.num_ready += bool(done)
         while not is_stopped.is_set() and len(steps) < _AHEAD * self.num_wanted:
             steps.append(_Step(step._replace(number=step.number + len(steps))))
-            self._ask(steps[-1])
+            self._ask_for_step(steps[-1])
         begin_s = time.monotonic()
-        result = self._result(steps[0], is_stopped) if steps else None
+        result = self._wait_for_step(steps[0], is_stopped) if steps else None
         if result is None:
             self._cancel()
             return None
@@ -213,7 +213,7 @@ class RayTransport:
                 actor.num_asked -= 1
         self._steps.clear()
 
-    def _ask(self, step: _Step) -> None:
+    def _ask_for_step(self, step: _Step) -> None:
         """Ask the actor with the fewest steps of those that were not asked for this one; start
         what is missing.
 
@@ -240,7 +240,7 @@ class RayTransport:
         step.actors_asked[chosen.handle.make.remote(step.step)] = chosen
         chosen.num_asked += 1
 
-    def _result(self, step: _Step, is_stopped: threading.Event) -> StepResult | None:
+    def _wait_for_step(self, step: _Step, is_stopped: threading.Event) -> StepResult | None:
         """Wait for a step; ask for it again where it is lost or late.
 
         None when the iteration was stopped.
@@ -253,7 +253,7 @@ class RayTransport:
                 max(_LATE_S, _LATE * statistics.median(self._times)) if self._times else _START_S
             )
             if not done and time.monotonic() - waiting_s > late_s * len(step.actors_asked):
-                self._ask(step)
+                self._ask_for_step(step)
             for reference in done:
                 try:
                     result: StepResult
@@ -273,7 +273,7 @@ class RayTransport:
                             f"times, with its actor, its node or for want of memory ({reason})"
                         ) from error
                     if not step.actors_asked:
-                        self._ask(step)
+                        self._ask_for_step(step)
                     continue
                 actor = step.actors_asked.pop(reference)
                 actor.num_asked -= 1

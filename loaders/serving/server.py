@@ -226,21 +226,23 @@ class RankServer:
         """Make steps until no client is connected."""
         while True:
             with self.changed:
-                self.changed.wait_for(lambda: self._due() is not None or not self._connected())
-                first = self._due()
+                self.changed.wait_for(
+                    lambda: self._find_due_step() is not None or not self._list_connected()
+                )
+                first = self._find_due_step()
             if first is None:
                 return
             self._make_from(first)
             self._done = first.iteration
 
-    def _connected(self) -> list[Client]:
+    def _list_connected(self) -> list[Client]:
         return [client for client in self.clients if client.is_connected]
 
-    def _due(self) -> StepRequest | None:
+    def _find_due_step(self) -> StepRequest | None:
         """Return the first step of the next iteration that all clients have asked for: the
         slowest's.
         """
-        steps = [client.step for client in self._connected()]
+        steps = [client.step for client in self._list_connected()]
         pending = [step for step in steps if step is not None and step.iteration > self._done]
         if not pending or len(pending) < len(steps):
             return None
@@ -255,17 +257,17 @@ class RankServer:
                     exported, held = self._memory.export(batch)
                     del batch
                     result = StepResult(first.iteration, number, exported, self.facts())
-                    if not self._send(result, held):
+                    if not self._send_step(result, held):
                         return
                     del held
                     number += 1
         except BaseException as error:  # noqa: BLE001 - any error, sys.exit() too
             failed = StepResult(first.iteration, number, error=pickled_error(error))
-            for client in self._connected():
+            for client in self._list_connected():
                 with contextlib.suppress(OSError):
                     client.connection.send(failed)
 
-    def _send(self, result: StepResult, held: dict[int, torch.Tensor]) -> bool:
+    def _send_step(self, result: StepResult, held: dict[int, torch.Tensor]) -> bool:
         """Send a step when all clients of the iteration ask for it, or have it already; return
         whether there are any.
         """
@@ -273,7 +275,7 @@ class RankServer:
         def steps() -> list[tuple[int, Client]]:
             return [
                 (client.step.number, client)
-                for client in self._connected()
+                for client in self._list_connected()
                 if client.step is not None and client.step.iteration == result.iteration
             ]
 

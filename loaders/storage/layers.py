@@ -194,7 +194,9 @@ class LayeredSession:
             for index, row in rows
         ]
         columns = zip(self._parts, zip(*results, strict=True), strict=True) if results else ()
-        layers = [item.request(of_layer, self._num_requested) for item, of_layer in columns]
+        layers = [
+            item.request(layer_results, self._num_requested) for item, layer_results in columns
+        ]
         self._num_requested += len(rows)
 
         def take(sample: PendingSpan, *rows: Callable[[], StoredRow | None]) -> LayeredSpan:

@@ -68,7 +68,7 @@ class PreadShards:
         self._verify = verify
         self._retry = retry or RetryPolicy()
         self._residency = Residency(dataset, memory_bytes)
-        self._files: OpenShards[ShardFile] = OpenShards(partial(_open, dataset))
+        self._files: OpenShards[ShardFile] = OpenShards(partial(_open_shard, dataset))
         self._buffers = Buffers(keep_bytes=KEEP_BUFFERS_BYTES)
         self._spans = self._span_bytes = self._retries = self._refetched = 0
 
@@ -172,7 +172,7 @@ class PreadShards:
 
 # No method: the files would refer to the storage that holds them, and stay open until the garbage
 # collector comes.
-def _open(dataset: Dataset, number: int) -> ShardFile:
+def _open_shard(dataset: Dataset, number: int) -> ShardFile:
     entry = dataset.shards[number]
     return ShardFile(dataset.root / entry.name, entry.bytes)
 
@@ -200,12 +200,12 @@ class _PreadSession:
                     file.read_ahead(row.offset, row.length)
             except (OSError, ShardError):
                 continue  # advice only; taking the span raises the error with its address
-        return [partial(self._take, index, row) for index, row in rows]
+        return [partial(self._take_span, index, row) for index, row in rows]
 
     def close(self) -> None:
         """Do nothing: no read is under way."""
 
-    def _take(self, index: int, row: IndexRow) -> memoryview:
+    def _take_span(self, index: int, row: IndexRow) -> memoryview:
         span = self._storage.span(index, row)
         if not self._residency.keeps(row):
             with contextlib.suppress(OSError, ShardError):  # advice only

@@ -335,19 +335,19 @@ class _RemoteSession:
         with self._lock:
             self._under_way.add(future)
             closed = self._closed
-        future.add_done_callback(self._done)
+        future.add_done_callback(self._forget_future)
         if closed:
             future.cancel()
         return future
 
-    def _done(self, future: concurrent.futures.Future[memoryview]) -> None:
+    def _forget_future(self, future: concurrent.futures.Future[memoryview]) -> None:
         with self._lock:
             self._under_way.discard(future)
 
     def _take(self, pending_range: _Range, number: int, index: int, row: IndexRow) -> memoryview:
         storage = self._storage
         try:
-            span = self._wait(pending_range, row)
+            span = self._wait_for_span(pending_range, row)
         except concurrent.futures.CancelledError:
             raise StorageError(
                 "the loader was closed before the sample came",
@@ -363,7 +363,7 @@ class _RemoteSession:
             )
         return storage.handed_out(span)
 
-    def _wait(self, pending_range: _Range, row: IndexRow) -> memoryview:
+    def _wait_for_span(self, pending_range: _Range, row: IndexRow) -> memoryview:
         """Return a span out of its range once that is here, good, if need be by asking for it
         alone.
         """

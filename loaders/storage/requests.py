@@ -144,7 +144,7 @@ class Requester:
                         self._count()
                         return view
                     short += len(view) < length
-                    fault = _wrong_length(len(view), length, short)
+                    fault = _make_length_fault(len(view), length, short)
                 except Exception as error:  # noqa: BLE001 - any library's; fault_of classifies them
                     fault = fault_of(error, self._options)
                 failures += 1
@@ -218,7 +218,7 @@ class Requester:
         finally:
             for task in tasks:
                 task.cancel()
-                task.add_done_callback(_ignore)
+                task.add_done_callback(_ignore_outcome)
 
     def _count(self, *, throttled: bool = False) -> None:
         """Count an answer or a "slow down"; change the limit after a round of as many as there
@@ -253,7 +253,7 @@ class Requester:
         return True
 
 
-def _wrong_length(got: int, expected: int, num_short: int) -> Fault:
+def _make_length_fault(got: int, expected: int, num_short: int) -> Fault:
     if got > expected:
         return Fault(
             "invalid",
@@ -263,7 +263,7 @@ def _wrong_length(got: int, expected: int, num_short: int) -> Fault:
     return Fault(kind, f"the answer came short: {got} of {expected} bytes")
 
 
-def _ignore(task: asyncio.Task[Buffer]) -> None:
+def _ignore_outcome(task: asyncio.Task[Buffer]) -> None:
     """Read the outcome of an abandoned request, or asyncio warns that it was never retrieved."""
     with contextlib.suppress(asyncio.CancelledError):
         task.exception()

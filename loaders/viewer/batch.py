@@ -26,6 +26,7 @@ from fuelrail.pipeline.channels.kinds import Packed
 from fuelrail.pipeline.channels.logits import Logits
 from fuelrail.pipeline.channels.sensors import lies_on
 from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.rigid import move_points
 from fuelrail.pipeline.sample.schema import box_corners
 
 if TYPE_CHECKING:
@@ -216,7 +217,7 @@ class _Frames:
         velocity = np.nan_to_num(_array(batch["gt_velocity"][row])[real].astype(np.float64))
         if box_frame == "lidar":
             lidar2ego = self.entry("lidar2ego")[self.key].astype(np.float64)
-            corners = _moved(corners, lidar2ego)
+            corners = move_points(corners, lidar2ego)
             velocity = velocity @ lidar2ego[:3, :3].T
         if not self._has_windows:
             return [DrawnBoxes(corners, label)]
@@ -229,7 +230,7 @@ class _Frames:
         since = self.since_s()[:, None, None, None] * velocity[:, None]
         key2ego = np.linalg.inv(self.entry("ego2key").astype(np.float64))
         return [
-            DrawnBoxes(_moved(corners + way, matrix), label)
+            DrawnBoxes(move_points(corners + way, matrix), label)
             for way, matrix in zip(since, key2ego, strict=True)
         ]
 
@@ -244,10 +245,10 @@ class _Frames:
         """
         if "points" not in self._batch or "lidar2ego" not in self._batch:
             return np.zeros((0, 3))
-        points = _part(self._batch["points"], self.index)[:, :3]
+        points = _index_value(self._batch["points"], self.index)[:, :3]
         if "points_mask" in self._batch:
-            points = points[_part(self._batch["points_mask"], self.index)]
-        return _moved(
+            points = points[_index_value(self._batch["points_mask"], self.index)]
+        return move_points(
             points.astype(np.float64),
             self.entry("lidar2ego")[self.key].astype(np.float64),
         )
@@ -290,10 +291,6 @@ def _array(value: object) -> NDArray[Any]:
     return value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
 
 
-def _moved(points: NDArray[np.float64], matrix: NDArray[np.float64]) -> NDArray[np.float64]:
-    return np.asarray(points @ matrix[:3, :3].T + matrix[:3, 3])
-
-
 def values_of(
     batch: Mapping[str, Any], row: int, channels: Sequence[Channel]
 ) -> list[tuple[Channel, Any]]:
@@ -302,14 +299,14 @@ def values_of(
         return []
     frames = _Frames(batch, row)
     values = (
-        (channel, _value(batch, channel.name, frames.index))
+        (channel, _read_value(batch, channel.name, frames.index))
         for channel in channels
         if channel.name in batch
     )
     return [(channel, value) for channel, value in values if value is not None]
 
 
-def _value(batch: Mapping[str, Any], name: str, index: tuple[int, ...]) -> Any:
+def _read_value(batch: Mapping[str, Any], name: str, index: tuple[int, ...]) -> Any:
     """Return a sample's value of a selected channel, by its index (sample,) or (sample, frame);
     None: it has none.
     """
@@ -324,13 +321,13 @@ def _value(batch: Mapping[str, Any], name: str, index: tuple[int, ...]) -> Any:
             return value.map(lambda part: _array(part[interval]))
         return _array(value.values[interval])
     if isinstance(value, Logits):
-        return value.map(lambda part: _part(part, index))
+        return value.map(lambda part: _index_value(part, index))
     if isinstance(value, dict):
-        return {column_name: _part(column, index) for column_name, column in value.items()}
-    return _part(value, index)
+        return {column_name: _index_value(column, index) for column_name, column in value.items()}
+    return _index_value(value, index)
 
 
-def _part(value: Any, index: tuple[int, ...]) -> Any:
+def _index_value(value: Any, index: tuple[int, ...]) -> Any:
     for number in index:
         value = value[number]
     return value if isinstance(value, (str, bytes)) else _array(value)
@@ -347,8 +344,10 @@ class BatchDescription(NamedTuple):
 
     def __str__(self) -> str:
         if not self.selectable:
-            return _columns(self.entries)
-        return f"{_columns(self.entries)}\n\n{_TO_SELECT}\n\n{_columns(self.selectable)}"
+            return _align_columns(self.entries)
+        return (
+            f"{_align_columns(self.entries)}\n\n{_TO_SELECT}\n\n{_align_columns(self.selectable)}"
+        )
 
     def __repr__(self) -> str:
         return str(self)
@@ -367,7 +366,7 @@ class BatchDescription(NamedTuple):
         return f"<table><tr><th>name</th><th>form</th><th>meaning</th></tr>{rows}</table>"
 
 
-def _columns(rows: Sequence[tuple[str, str, str]]) -> str:
+def _align_columns(rows: Sequence[tuple[str, str, str]]) -> str:
     """Align the first two columns to the left."""
     widths = [max(min(len(row[column]), 40) for row in rows) for column in (0, 1)]
     return "\n".join(
@@ -393,13 +392,13 @@ def describe_batch(
     }
     return BatchDescription(
         tuple(
-            (name, _form(value), meanings.get(name, "").replace("`", ""))
+            (name, _describe_form(value), meanings.get(name, "").replace("`", ""))
             for name, value in batch.items()
         )
     )
 
 
-def _form(value: object) -> str:
+def _describe_form(value: object) -> str:
     """Say what a value is: ``float32 [4, 6, 3, 3]``, ``list of 4 float32 [*, 7]``; ``*`` is a
     length that differs.
     """
@@ -409,12 +408,14 @@ def _form(value: object) -> str:
     if isinstance(value, list) and value and all(isinstance(item, torch.Tensor) for item in value):
         dims = [set(sizes) for sizes in zip(*(item.shape for item in value), strict=False)]
         shape = ", ".join(str(*sizes) if len(sizes) == 1 else "*" for sizes in dims)
-        return f"list of {len(value)} {_form(value[0]).partition(' ')[0]} [{shape}]"
+        return f"list of {len(value)} {_describe_form(value[0]).partition(' ')[0]} [{shape}]"
     if isinstance(value, list):
-        forms = dict.fromkeys(map(_form, value))
+        forms = dict.fromkeys(map(_describe_form, value))
         return f"list of {len(value)} {' or '.join(forms)}"
     if isinstance(value, Logits):
-        return _form(value.parts).replace("dict", "Logits", 1)
+        return _describe_form(value.parts).replace("dict", "Logits", 1)
     if isinstance(value, Mapping):
-        return "dict of " + ", ".join(f"{name}: {_form(item)}" for name, item in value.items())
+        return "dict of " + ", ".join(
+            f"{name}: {_describe_form(item)}" for name, item in value.items()
+        )
     return type(value).__name__

@@ -108,14 +108,14 @@ def contact_sheet(
 
     """
     tiles = [
-        _tiles(frame, cameras, values if number == key else ())
+        _draw_tiles(frame, cameras, values if number == key else ())
         for number, frame in enumerate(frames)
     ]
     placed = [c for c in _PLACES if c in cameras] if set(cameras) <= set(_PLACES) else list(cameras)
     if len(frames) == 1:
-        sheet = _grid([tiles[0][channel] for channel in placed], _COLUMNS)
+        sheet = _join_grid([tiles[0][channel] for channel in placed], _COLUMNS)
     else:
-        sheet = _grid(
+        sheet = _join_grid(
             [frame_tiles[channel] for channel in placed for frame_tiles in tiles],
             len(frames),
         )
@@ -124,7 +124,7 @@ def contact_sheet(
         rows = (
             2 if len(frames) == 1 else len(placed)
         )  # of one frame the pane is as high as the sheet
-        pane = _from_above(min(len(sheet), 2 * len(sheet) // rows), boxes, points)
+        pane = _draw_from_above(min(len(sheet), 2 * len(sheet) // rows), boxes, points)
         pane = np.pad(
             pane,
             ((0, len(sheet) - len(pane)), (0, 0), (0, 0)),
@@ -140,12 +140,12 @@ def contact_sheet(
             name = classes[label] if label >= 0 else "other"
             text = f"{name} {int((boxes.label == label).sum())}"
             corners = (left, 7), (left + 12, 19)
-            cv2.rectangle(legend, *corners, color=_colour(label), thickness=cv2.FILLED)
+            cv2.rectangle(legend, *corners, color=_choose_colour(label), thickness=cv2.FILLED)
             _write(legend, text, (left + 18, 18), (230, 230, 230))
             left += 18 + _text_size(text)[0] + 24
         parts.append(legend)
     for channel, value in values:
-        parts.append(_line(width, channel, value))
+        parts.append(_make_value_strip(width, channel, value))
     return np.concatenate(parts)
 
 
@@ -167,7 +167,7 @@ def png(sheet: NDArray[np.uint8]) -> bytes:
     return cv2.imencode(".png", sheet[..., ::-1])[1].tobytes()
 
 
-def _tiles(
+def _draw_tiles(
     frame: DrawnFrame,
     cameras: Sequence[str],
     values: Sequence[tuple[Channel, Any]],
@@ -187,7 +187,7 @@ def _tiles(
             depths = corners.mean(1) @ projection[2, :3] + projection[2, 3]
             for box in np.argsort(-depths):
                 _hide_behind(tile, plain, corners[box], projection)
-                colour = _colour(int(frame.boxes.label[box]))
+                colour = _choose_colour(int(frame.boxes.label[box]))
                 for a, b in (*_EDGES, *_FRONT):
                     segment = project_segment(corners[box, a], corners[box, b], projection)
                     # Far outside the picture OpenCV's fixed-point coordinates would overflow.
@@ -195,8 +195,8 @@ def _tiles(
                         continue
                     start, end = np.round(np.array(segment) * 16).astype(int).tolist()
                     cv2.line(tile, start, end, colour, lineType=cv2.LINE_AA, shift=4)
-        turned = "" if frame.ida_mat is None else _turned(frame.ida_mat[number])
-        _caption(tile, f"{channel}{frame.title}{turned}")
+        turned = "" if frame.ida_mat is None else _describe_turn(frame.ida_mat[number])
+        _write_caption(tile, f"{channel}{frame.title}{turned}")
         tiles[channel] = tile
     return tiles
 
@@ -220,7 +220,7 @@ def project_segment(
     return a[:2] / a[2], b[:2] / b[2]
 
 
-def _turned(ida_mat: NDArray[np.floating[Any]]) -> str:
+def _describe_turn(ida_mat: NDArray[np.floating[Any]]) -> str:
     """Return those changes of an image that look like faults: a mirror, a rotation of half a
     degree or more.
     """
@@ -253,7 +253,7 @@ def _hide_behind(
     tile[inside > 0] = plain[inside > 0]
 
 
-def _from_above(
+def _draw_from_above(
     size_px: int, boxes: DrawnBoxes | None, points: NDArray[np.floating[Any]]
 ) -> NDArray[np.uint8]:
     """Draw points and boxes within ``ABOVE_M`` of ego from above: ahead is up, each box with its
@@ -285,7 +285,7 @@ def _from_above(
             color=(70, 70, 70),
             lineType=cv2.LINE_AA,
         )
-        _caption(pane[int(middle - radius * scale) :, int(middle) :], f"{radius} m")
+        _write_caption(pane[int(middle - radius * scale) :, int(middle) :], f"{radius} m")
     if boxes is not None:
         for box, label in zip(boxes.corners, boxes.label.tolist(), strict=True):
             if np.abs(box[:, :2]).max() < ABOVE_M:
@@ -294,7 +294,7 @@ def _from_above(
                     pane,
                     [pixels(outline)],
                     isClosed=True,
-                    color=_colour(label),
+                    color=_choose_colour(label),
                     lineType=cv2.LINE_AA,
                 )
                 centre = box[:, :2].mean(0)
@@ -304,13 +304,13 @@ def _from_above(
                     pane,
                     line[0].tolist(),
                     line[1].tolist(),
-                    color=_colour(label),
+                    color=_choose_colour(label),
                     thickness=2,
                     lineType=cv2.LINE_AA,
                 )
     ego = np.array([[2.5, 0.0], [-1.0, 1.0], [-1.0, -1.0]])
     cv2.fillConvexPoly(pane, pixels(ego), (255, 255, 255), cv2.LINE_AA)
-    _caption(pane, "from above [ego]")
+    _write_caption(pane, "from above [ego]")
     return pane
 
 
@@ -336,31 +336,31 @@ def _draw_value(tile: NDArray[np.uint8], channel: Channel, value: Any) -> None:
         tile[mask] = (tile[mask].astype(np.uint16) + colours[mask]) // 2
         return
     limit = 20 * max(tile.shape)
-    for boxes in _groups(value, channel, "boxes"):
+    for boxes in _iter_groups(value, channel, "boxes"):
         for number, corners in enumerate(boxes[np.abs(boxes).max(-1, initial=0) < limit].tolist()):
             u, v, right, bottom = (round(side * 16) for side in corners)
             cv2.rectangle(
                 tile,
                 (u, v),
                 (right, bottom),
-                _colour(number),
+                _choose_colour(number),
                 lineType=cv2.LINE_AA,
                 shift=4,
             )
-    for points in _groups(value, channel, "points"):
+    for points in _iter_groups(value, channel, "points"):
         for number, point in enumerate(points[np.abs(points).max(-1, initial=0) < limit].tolist()):
             cv2.circle(
                 tile,
                 center=(round(point[0] * 16), round(point[1] * 16)),
                 radius=32,
-                color=_colour(number),
+                color=_choose_colour(number),
                 thickness=cv2.FILLED,
                 lineType=cv2.LINE_AA,
                 shift=4,
             )
 
 
-def _groups(value: Any, channel: Channel, role: str) -> Iterator[NDArray[np.float64]]:
+def _iter_groups(value: Any, channel: Channel, role: str) -> Iterator[NDArray[np.float64]]:
     """Yield the groups of columns (M, K) that play a role."""
     for group in channel.law.roles.get(role, ()):
         columns = (
@@ -371,7 +371,7 @@ def _groups(value: Any, channel: Channel, role: str) -> Iterator[NDArray[np.floa
         yield np.asarray(columns, np.float64).reshape(-1, columns.shape[-1])
 
 
-def _line(width: int, channel: Channel, value: Any) -> NDArray[np.uint8]:
+def _make_value_strip(width: int, channel: Channel, value: Any) -> NDArray[np.uint8]:
     """Return a strip that names a channel, with its value where it is short."""
     value = value.parts if isinstance(value, Logits) else value
     if isinstance(value, str | list):
@@ -423,17 +423,17 @@ def _text_size(text: str) -> tuple[int, int]:
     return width, height
 
 
-def _colour(label: int) -> tuple[int, int, int]:
+def _choose_colour(label: int) -> tuple[int, int, int]:
     return (255, 255, 255) if label < 0 else _PALETTE[label % len(_PALETTE)]
 
 
-def _caption(tile: NDArray[np.uint8], text: str) -> None:
+def _write_caption(tile: NDArray[np.uint8], text: str) -> None:
     width, height = _text_size(text)
     tile[: height + 9, : width + 10] //= 3
     _write(tile, text, (5, height + 4), (255, 255, 255))
 
 
-def _grid(tiles: Sequence[NDArray[np.uint8]], columns: int) -> NDArray[np.uint8]:
+def _join_grid(tiles: Sequence[NDArray[np.uint8]], columns: int) -> NDArray[np.uint8]:
     height, width = (max(tile.shape[axis] for tile in tiles) for axis in (0, 1))
     columns = min(columns, len(tiles))
     rows = math.ceil(len(tiles) / columns)

@@ -43,6 +43,7 @@ from fuelrail.pipeline.channels.plugins import Registry
 from fuelrail.pipeline.channels.table import DTYPES
 from fuelrail.pipeline.channels.warp import warp_grid, warp_image
 from fuelrail.pipeline.errors import SchemaError
+from fuelrail.pipeline.rigid import move_points
 from fuelrail.pipeline.transforms.ego import IDENTITY, BevMap
 from fuelrail.pipeline.transforms.lens import rectified_places
 
@@ -466,7 +467,7 @@ class _EgoPosesLaw(LawCode):
             # The body is mirrored with its world: its own left and right are exchanged, so that its
             # axes stay a rotation.
             mirror = np.diag((1.0, -1.0 if ego.flip_x != ego.flip_y else 1.0, 1.0))
-            moved[..., :3, 3] = moved[..., :3, 3] @ matrix[:3, :3].T + matrix[:3, 3]
+            moved[..., :3, 3] = move_points(moved[..., :3, 3], matrix)
             moved[..., :3, :3] = matrix[:3, :3] / ego.scale @ moved[..., :3, :3] @ mirror
             return moved.astype(value.dtype)
         moves = {

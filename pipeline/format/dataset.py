@@ -231,7 +231,7 @@ class Dataset:
         return number
 
     def _locate(self, number_or_key: SupportsIndex | str) -> tuple[IndexRow, bytes | None]:
-        """Return the row of a sample; and its span, if ``which`` is a key and the span came with
+        """Return the row of a sample; and its span, where a key was given and the span came with
         the row.
         """
         entry = (
@@ -544,23 +544,20 @@ def read_members(
     shard: str,
     fields_wanted: Collection[str] | None = None,
     *,
-    verify: bool = True,
     dictionary: Dictionary | None = None,
 ) -> dict[str, memoryview]:
     """Decode the members of a span as stored: field name to raw bytes, in stored order; raw ones
     are views of the span.
 
     ``shard`` is the shard's name: that of a ``.tar.zst`` says that the span is one zstd frame,
-    which is decoded first. ``wanted`` restricts it to some field names. Raises FrameError,
-    IndexFileError for an entry outside the span or, with ``verify``, for any at odds with the tar
-    header there (the span's digest says nothing about the index), SchemaError for a field that
-    occurs twice, and the codec's errors with key and member.
+    which is decoded first. ``fields_wanted`` restricts it to some field names. Raises FrameError,
+    IndexFileError for an entry outside the span or at odds with the tar header there (the span's
+    digest says nothing about the index), SchemaError for a field that occurs twice, and the codec's
+    errors with key and member.
     """
     view = memoryview(open_span(row, span, shard) if is_framed(shard) else span)
     (names, kinds, fields), offsets, stored_bytes, all_raw_bytes = row.columns()
-    if verify and not are_members(
-        view, key=row.key, fields=fields, offsets=offsets, sizes=stored_bytes
-    ):
+    if not are_members(view, key=row.key, fields=fields, offsets=offsets, sizes=stored_bytes):
         raise _misplaced(row, view, shard)
     if len(set(names)) != len(names):
         twice = next(name for name in names if names.count(name) > 1)

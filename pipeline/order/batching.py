@@ -219,7 +219,7 @@ class Cursor:
             )
 
     def rest(self, batching: Batching) -> Batching:
-        """Return the remaining batches of this cursor's epoch, of the size of ``whole``'s.
+        """Return the remaining batches of this cursor's epoch, of the size of ``batching``'s.
 
         The first begins after the last consumed sample, at any batch size. Without a step the
         epoch is over (:meth:`rolled`). Raises WorldError where more samples were consumed than the

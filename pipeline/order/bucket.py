@@ -168,7 +168,7 @@ class BucketedEpoch(RegroupedEpoch):
         raise OrderError("an order in buckets does not look up where samples are shown")
 
     def _make(self, batch: int) -> tuple[int, Entries]:
-        """Return the bucket of a batch, and its samples, at most ``global_batch``."""
+        """Return the bucket of a batch, and its samples."""
         window, number = self._locate(batch)
         ends = np.cumsum(self._batches[window + 1] - self._batches[window])
         bucket = int(np.searchsorted(ends, number, side="right"))

@@ -134,7 +134,7 @@ class WindowedOrder(RegroupedOrder, ABC):
         return np.array(self._count(epoch, self.num_windows))
 
     def entries_of(self, in_order: Epoch, number: int) -> Entries:
-        """Return the samples of a window of an epoch of ``base``."""
+        """Return the samples of a window of an epoch of the order below."""
         first = number * self.window
         return in_order.entries(np.arange(first, min(first + self.window, len(in_order))))
 

@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.rigid import move_points
 from fuelrail.pipeline.settings import (
     AtLeast0,
     Probability,
@@ -109,7 +110,7 @@ class BevMap:
             return boxes3d.copy()
         matrix = self.matrix
         boxes = boxes3d.astype(np.float64)
-        boxes[:, :3] = boxes[:, :3] @ matrix[:3, :3].T + matrix[:3, 3]
+        boxes[:, :3] = move_points(boxes[:, :3], matrix)
         boxes[:, 3:6] *= self.scale
         boxes[:, 6] = self.yaws(boxes[:, 6])
         return boxes.astype(np.float32)

@@ -80,7 +80,7 @@ class LocalEngine:
             if self._kind == "threads":
                 workers = ThreadPoolExecutor(num_workers, "shard", _start_worker, shared)
             else:
-                workers = ProcessPoolExecutor(num_workers, context, _start_process, shared)
+                workers = ProcessPoolExecutor(num_workers, context, _set_up_process, shared)
         except OSError as error:
             raise FuelrailError(
                 f"worker processes cannot be prepared: {error.strerror or error}; they need "
@@ -95,7 +95,7 @@ class LocalEngine:
                     # make shards hang there.
                     with ctrl_c_waits():
                         for number in waiting:
-                            pending.add(pool.submit(_make, number))
+                            pending.add(pool.submit(_make_shard, number))
                             if len(pending) >= num_workers * _TASKS_AHEAD:
                                 break
                         done, pending = wait(pending, _POLL_S, FIRST_COMPLETED)
@@ -132,11 +132,11 @@ def _start_worker(job: WriteJob, written: Any, lock: Any, stop: Any) -> None:
     _worker_state.pulse = pulse
 
 
-def _start_process(*shared: Any) -> None:
+def _set_up_process(*shared: Any) -> None:
     set_up_worker()
     _start_worker(*shared)
 
 
-def _make(number: int) -> ShardDone:
+def _make_shard(number: int) -> ShardDone:
     done: ShardDone = _worker_state.writer().make(number, _worker_state.pulse)
     return done

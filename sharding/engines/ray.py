@@ -170,7 +170,7 @@ class RayEngine:
             max_calls=0,
             max_retries=_MAX_RETRIES,
             scheduling_strategy="SPREAD",
-        )(_make)
+        )(_run_task)
         shared = ray.put(start)
         run = uuid.uuid4().hex
         waiting = iter(numbers)
@@ -188,7 +188,7 @@ class RayEngine:
                 if not done:
                     nodes.check()
                 for reference in done:
-                    yield self._result(reference)
+                    yield self._fetch_result(reference)
         finally:
             # Tell tasks to end, and wait until they have.
             for reference in pending:
@@ -198,7 +198,7 @@ class RayEngine:
                 with contextlib.suppress(self._ray.exceptions.RayError):
                     self._ray.wait(pending, num_returns=len(pending), timeout=_STOP_S)
 
-    def _result(self, reference: Any) -> Any:
+    def _fetch_result(self, reference: Any) -> Any:
         ray = self._ray
         try:
             result = ray.get(reference, timeout=_RESULT_S)
@@ -274,7 +274,7 @@ class _Nodes:
             self._fitting_s = self._looked_s
 
 
-def _make(start: Start, run: str, number: int) -> Any:
+def _run_task(start: Start, run: str, number: int) -> Any:
     """Run the task. Return a permanent error as bytes; raise an error after which Ray is to try
     again.
     """

@@ -245,7 +245,7 @@ class FolderOutput:
     def writing(self, reused: str = "finished shards") -> Iterator[None]:
         """Turn the system's errors while OUT is written into one sentence (DatasetError).
 
-        ``kept`` names what the next run reuses.
+        ``reused`` names what the next run reuses.
         """
         try:
             yield

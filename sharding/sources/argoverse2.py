@@ -42,6 +42,7 @@ from fuelrail.sharding.sources.shared.arrow import (
     read_feather,
     read_file,
     stacked,
+    unique_pairs,
 )
 from fuelrail.sharding.sources.shared.foreign import read_json
 from fuelrail.sharding.sources.shared.times import nearest
@@ -244,14 +245,8 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
         labelled = np.empty(0, np.int64)
         if self.given.boxes and "annotations.feather" in self.files.listed(folder):
             labels = read_feather(self.files, name, _BOXES)
-            pairs = list(
-                zip(
-                    labels["timestamp_ns"].tolist(),
-                    labels["track_uuid"].tolist(),
-                    strict=True,
-                )
-            )
-            check_unique(pairs, f"table '{self.files.shown}/{name}'", "time and track")
+            where = f"table '{self.files.shown}/{name}'"
+            unique_pairs(labels, ("timestamp_ns", "track_uuid"), where, "time and track")
             rows = BoxRows(
                 centre=stacked(labels, TRANSLATION),
                 size_lwh=stacked(labels, _SIZE),

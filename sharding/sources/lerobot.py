@@ -40,7 +40,7 @@ from fuelrail.sharding.sources.adapter.rows import (
     may_be_attribute,
 )
 from fuelrail.sharding.sources.adapter.videos import VideoSource
-from fuelrail.sharding.sources.shared.arrow import open_parquet, read_parquet
+from fuelrail.sharding.sources.shared.arrow import is_list, open_parquet, read_parquet
 from fuelrail.sharding.sources.shared.foreign import parsing, read_json
 from fuelrail.sharding.sources.shared.pictures import (
     CONVERTED,
@@ -286,10 +286,27 @@ class _Metadata:
             for file in self.files.listed(f"{_EPISODES}/{folder}"):
                 columns = read_parquet(self.files, f"{_EPISODES}/{folder}/{file}", types)
                 for row in range(len(columns["length"])):
-                    yield _make_episode(
-                        {name: column[row].item() for name, column in columns.items()},
-                        info,
-                        videos,
+                    values = {name: column[row].item() for name, column in columns.items()}
+                    starts = {}
+                    for name in videos:
+                        numbers = {
+                            "chunk_index": values[f"videos/{name}/chunk_index"],
+                            "file_index": values[f"videos/{name}/file_index"],
+                            "video_key": name,
+                        }
+                        starts[name] = (
+                            _fill_path(info.video_path or "", numbers),
+                            values[f"videos/{name}/from_timestamp"],
+                        )
+                    numbers = {
+                        "chunk_index": values["data/chunk_index"],
+                        "file_index": values["data/file_index"],
+                    }
+                    yield _Episode(
+                        values["episode_index"],
+                        values["length"],
+                        _fill_path(info.data_path, numbers),
+                        starts,
                     )
 
 
@@ -591,30 +608,6 @@ def _fill_path(template: str, values: Mapping[str, Any]) -> str:
     return _FIELD.sub(text, template)
 
 
-def _make_episode(row: Mapping[str, Any], info: _Info, videos: Sequence[str]) -> _Episode:
-    """Make an episode of a row of v3's table."""
-
-    def place(prefix: str) -> dict[str, Any]:
-        return {name: row[f"{prefix}/{name}"] for name in ("chunk_index", "file_index")}
-
-    files = {
-        name: (
-            _fill_path(
-                info.video_path or "",
-                place(f"videos/{name}") | {"video_key": name},
-            ),
-            row[f"videos/{name}/from_timestamp"],
-        )
-        for name in videos
-    }
-    return _Episode(
-        row["episode_index"],
-        row["length"],
-        _fill_path(info.data_path, place("data")),
-        files,
-    )
-
-
 def _read_array(table: pa.Table, name: str, shape: tuple[int, ...], where: str) -> NDArray[Any]:
     """Return a column of numbers as an array (rows, *shape); raise SourceError where it is no
     such column.
@@ -629,11 +622,7 @@ def _read_array(table: pa.Table, name: str, shape: tuple[int, ...], where: str) 
         f"has no numbers of shape {list(shape)} in column '{shortened(name)}'",
     ):
         array = table.column(name).combine_chunks()
-        while (
-            pa.types.is_list(array.type)
-            or pa.types.is_large_list(array.type)
-            or pa.types.is_fixed_size_list(array.type)
-        ):
+        while is_list(array.type):
             array = array.flatten()
         if array.null_count:
             raise ValueError(f"{array.null_count} values are null")

@@ -138,7 +138,7 @@ class SourceKind(Printed, msgspec.Struct, frozen=True, kw_only=True):
 def parse_source(text: str, options: dict[str, Any]) -> SourceSpec:
     """Parse ``KIND:LOCATION``; raises ConfigError for an unknown kind or a missing location."""
     kind, _, location = text.partition(":")
-    is_plain_url = location.startswith("//") and kind not in _kinds()
+    is_plain_url = location.startswith("//") and kind not in _list_kinds()
     if not location or is_plain_url:
         hint = f", such as nuscenes:{text if is_plain_url else '/data/nuscenes'}"
         place = Path(text)
@@ -150,9 +150,9 @@ def parse_source(text: str, options: dict[str, Any]) -> SourceSpec:
                 hint = f"; its content looks like {name}:{text}"
                 break
         raise ConfigError(
-            f"source {text!r} must be KIND:PATH{hint}; known kinds: {_listed(_kinds())}"
+            f"source {text!r} must be KIND:PATH{hint}; known kinds: {_list_names(_list_kinds())}"
         )
-    _entry(kind, f"source {text!r} has the")
+    _find_entry(kind, f"source {text!r} has the")
     return SourceSpec(kind, location, options)
 
 
@@ -172,14 +172,14 @@ def naming(spec: SourceSpec) -> Iterator[None]:
     except FuelrailError:
         raise
     except Exception as error:
-        entry = _entry(spec.kind)
-        note = f"raised by the source kind '{spec.kind}' of package '{_package(entry)}'"
+        entry = _find_entry(spec.kind)
+        note = f"raised by the source kind '{spec.kind}' of package '{_describe_package(entry)}'"
         if spec.kind not in _BUILT_IN and not getattr(error, "__notes__", ()):
             error.add_note(f"{note}: report it there")
         raise
 
 
-def _package(entry: EntryPoint) -> str:
+def _describe_package(entry: EntryPoint) -> str:
     return _OWN_PACKAGE if entry.dist is None else f"{entry.dist.name} {entry.dist.version}"
 
 
@@ -187,7 +187,7 @@ def make_source(spec: SourceSpec) -> Source:
     """Make the source; raises ConfigError where its options are wrong, or a package that it
     needs is missing.
     """
-    kind = _load(_entry(spec.kind, f"source '{spec.kind}:{spec.location}' has the"))
+    kind = _load(_find_entry(spec.kind, f"source '{spec.kind}:{spec.location}' has the"))
     missing = _list_missing(kind)
     if missing:
         raise ConfigError(f"sources of kind '{spec.kind}' need: {how_to_install(*missing)}")
@@ -202,7 +202,7 @@ def options_of_texts(kind: str, pairs: Iterable[str]) -> dict[str, Any]:
     A list or a mapping is written as YAML has it in one line: ``[a, b]``, ``{a: b}``. Raises
     ConfigError.
     """
-    settings = _load(_entry(kind)).settings
+    settings = _load(_find_entry(kind)).settings
     types = {field.name: field.type for field in msgspec.structs.fields(settings)}
     values: dict[str, Any] = {}
     for pair in pairs:
@@ -242,11 +242,11 @@ def sources(kind: str | None = None) -> list[SourceKind]:
 
     Raises ConfigError for an unknown kind.
     """
-    kinds = _kinds()
-    chosen = sorted(kinds.values()) if kind is None else [_entry(kind)]
+    kinds = _list_kinds()
+    chosen = sorted(kinds.values()) if kind is None else [_find_entry(kind)]
     described = []
     for entry in chosen:
-        package = _package(entry)
+        package = _describe_package(entry)
         try:
             source = _load(entry)
         except ConfigError as error:
@@ -291,8 +291,8 @@ def sources(kind: str | None = None) -> list[SourceKind]:
 
 
 def _type_name(kind: inspect.Type, meta: dict[str, Any]) -> list[str]:
-    """Return the names of the types that a value may have; append what their Meta says to
-    ``about``.
+    """Return the names of the types that a value may have; ``meta`` gets what their Meta
+    says.
     """
     if isinstance(kind, inspect.Metadata):
         meta.update({**(kind.extra_json_schema or {}), **(kind.extra or {})})
@@ -313,7 +313,7 @@ def _type_name(kind: inspect.Type, meta: dict[str, Any]) -> list[str]:
     return [plain.get(name, "list" if name in ("ListType", "VarTupleType") else "mapping")]
 
 
-def _kinds() -> dict[str, EntryPoint]:
+def _list_kinds() -> dict[str, EntryPoint]:
     """Return all kinds by name; Fuelrail's own come first where a plug-in has the same name."""
     plugins = {entry.name: entry for entry in entry_points(group=GROUP)}
     return {
@@ -322,15 +322,15 @@ def _kinds() -> dict[str, EntryPoint]:
     }
 
 
-def _listed(names: Iterable[str]) -> str:
+def _list_names(names: Iterable[str]) -> str:
     # A dataset goes to `fuelrail reshard`.
     return ", ".join(sorted(name for name in names if name != "fuelrail"))
 
 
-def _entry(kind: str, where: str = "this names an") -> EntryPoint:
+def _find_entry(kind: str, where: str = "this names an") -> EntryPoint:
     if kind in _BUILT_IN:
         return EntryPoint(kind, _BUILT_IN[kind], GROUP)
-    kinds = _kinds()
+    kinds = _list_kinds()
     if kind not in kinds and kind in _EXAMPLES:
         raise ConfigError(
             f"{where} kind {kind!r}, a plug-in that is not installed: {_EXAMPLES[kind]}"
@@ -338,8 +338,8 @@ def _entry(kind: str, where: str = "this names an") -> EntryPoint:
     if kind not in kinds:
         raise ConfigError(
             f"{where} unknown kind {kind!r}; known kinds: "
-            f"{_listed(kinds)}{did_you_mean(kind, kinds)}; a plug-in's package names its kinds in "
-            f"the entry points '{GROUP}'"
+            f"{_list_names(kinds)}{did_you_mean(kind, kinds)}; a plug-in's package names its kinds "
+            f"in the entry points '{GROUP}'"
         )
     return kinds[kind]
 

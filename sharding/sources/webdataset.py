@@ -36,7 +36,6 @@ from fuelrail.pipeline.sample.image_header import probe
 from fuelrail.pipeline.text import shortened
 from fuelrail.sharding.sources.adapter.channels import ValueForms
 from fuelrail.sharding.sources.adapter.frame import (
-    Absent,
     Clip,
     Frame,
     Image,
@@ -232,7 +231,7 @@ class _Reader(NamedTuple):
             noted[f"members .{self.given.meta} left out, empty (0 bytes)"] += 1
         if member is None or not member.length:
             return JsonFacts(None, where)
-        data = self._data(sample, member)
+        data = self._read_data(sample, member)
         place = f"{where}: .{self.given.meta}"
         return JsonFacts(read_json(data, place, problem="is not JSON", noted=noted), where)
 
@@ -248,7 +247,7 @@ class _Reader(NamedTuple):
         )
         return frozenset(path.partition(".")[0] for path in paths if path)
 
-    def _data(self, sample: _Sample, member: Member) -> bytes:
+    def _read_data(self, sample: _Sample, member: Member) -> bytes:
         if sample.read is not None:
             return sample.read[member.name].data
         return self.files.read(sample.tar, member.offset, member.length)
@@ -271,7 +270,7 @@ class _Reader(NamedTuple):
                 values[name] = member
                 continue
             try:
-                values[name] = decode(self._data(sample, member))
+                values[name] = decode(self._read_data(sample, member))
             except (ValueError, SchemaError):
                 left_out.append(
                     f"members .{extension} left out, not what the library webdataset reads as such"
@@ -320,11 +319,11 @@ class WebDataset(FrameSource[WebDatasetSettings]):
         for sample in islice(self.iter_samples(), self.given.first_samples or None):
             has_json |= self.given.meta in sample.members
             sample_values = self._reader.values(sample, self._reader.json(sample, Counter()).values)
-            for forms, of_sample in (
+            for forms, stated in (
                 (values, sample_values.values),
                 (attributes, sample_values.attributes),
             ):
-                for name, value in of_sample.items():
+                for name, value in stated.items():
                     forms.learn(name, b"" if isinstance(value, Member) else value)
         types = {
             attribute.name: _TYPES.get(attribute.dtype)
@@ -453,14 +452,14 @@ class WebDataset(FrameSource[WebDatasetSettings]):
                     )
                 clip_name = match[1]
             if pending and clip_name != name:
-                yield self._begin(name, pending, names_seen)
+                yield self._begin_clip(name, pending, names_seen)
                 pending = []
             name = clip_name
             pending.append(sample)
         if pending:
-            yield self._begin(name, pending, names_seen)
+            yield self._begin_clip(name, pending, names_seen)
 
-    def _begin(self, name: str, samples: list[_Sample], names_seen: set[str]) -> Clip:
+    def _begin_clip(self, name: str, samples: list[_Sample], names_seen: set[str]) -> Clip:
         if name in names_seen:
             raise SourceError(
                 f"tar '{self.files.shown}/{samples[0].tar}': clip '{name}' comes again at "
@@ -487,25 +486,45 @@ class WebDataset(FrameSource[WebDatasetSettings]):
             time_ns = (number + 1) * _STEP_NS
             if self.given.timestamp_ns:
                 time_ns = facts.integer(self.given.timestamp_ns)
-            images: dict[str, Image | Absent] = {}
+            images: dict[str, Image] = {}
             for camera, extension in (self.given.images or _find_cameras(sample.members)).items():
                 member = sample.members.get(extension)
-                if member is not None:
-                    images[camera.lower()] = self._make_image(
-                        sample,
-                        member=member,
-                        extension=extension,
-                        camera=camera,
-                        time_ns=time_ns,
-                        facts=facts,
-                    )
-            pose = facts.matrix(self.given.ego2global, 4) if self.given.ego2global else None
-            poses = {name: item for name, item in images.items() if isinstance(item, Image)}
-            if pose is not None:
-                images.update(
-                    (name, msgspec.structs.replace(item, ego2global=pose))
-                    for name, item in poses.items()
+                if member is None:
+                    continue
+                suffix = extension.rpartition(".")[2].rstrip("0123456789_")
+                image = Image(
+                    ref=_make_ref(sample, member),
+                    timestamp_ns=time_ns,
+                    intrinsics=None,
+                    cam2ego=None,
+                    extension=EXTENSION_OF.get(suffix, "jpg"),
+                    token=sample.key,
                 )
+                if self.given.intrinsics:
+                    image = msgspec.structs.replace(
+                        image,
+                        intrinsics=facts.matrix(self.given.intrinsics, 3, camera),
+                        cam2ego=facts.matrix(self.given.cam2ego, 4, camera),
+                    )
+                if sample.read is not None:
+                    read = sample.read[member.name]
+                    image = msgspec.structs.replace(
+                        image,
+                        ref=image.ref.removeprefix(MADE_PREFIX),
+                        made=True,
+                        fault=read.fault,
+                        width=read.width,
+                        height=read.height,
+                        num_bytes=member.length,
+                    )
+                images[camera.lower()] = image
+            pose = None
+            if self.given.ego2global:
+                pose = facts.matrix(self.given.ego2global, 4)
+                images = {
+                    name: msgspec.structs.replace(image, ego2global=pose)
+                    for name, image in images.items()
+                }
             frames_made.append(
                 Frame(
                     timestamp_ns=time_ns,
@@ -526,37 +545,6 @@ class WebDataset(FrameSource[WebDatasetSettings]):
             )
         frames_made.sort(key=lambda frame: frame.timestamp_ns)
         yield from frames_made
-
-    def _make_image(
-        self,
-        sample: _Sample,
-        member: Member,
-        extension: str,
-        camera: str,
-        time_ns: int,
-        facts: JsonFacts,
-    ) -> Image:
-        calibrated = bool(self.given.intrinsics)
-        last = extension.rpartition(".")[2].rstrip("0123456789_")
-        common: dict[str, Any] = {
-            "timestamp_ns": time_ns,
-            "intrinsics": facts.matrix(self.given.intrinsics, 3, camera) if calibrated else None,
-            "cam2ego": facts.matrix(self.given.cam2ego, 4, camera) if calibrated else None,
-            "extension": EXTENSION_OF.get(last, "jpg"),
-            "token": sample.key,
-        }
-        if sample.read is None:
-            return Image(ref=_make_ref(sample, member), **common)
-        read = sample.read[member.name]
-        return Image(
-            ref=_make_ref(sample, member).removeprefix(MADE_PREFIX),
-            made=True,
-            fault=read.fault,
-            width=read.width,
-            height=read.height,
-            num_bytes=member.length,
-            **common,
-        )
 
     def _fit_values(self, sample: _Sample, facts: JsonFacts) -> _Values:
         """Return what the dataset has of a sample beside images; count what is left out, and what

@@ -172,18 +172,18 @@ def _format_statistics(
     numbers: Mapping[str, Mapping[str, Mapping[str, Any]]],
 ) -> list[tuple[str, str, str]]:
     rows = []
-    for split, of_split in numbers.items():
-        for name, channel_numbers in of_split.items():
+    for split, split_numbers in numbers.items():
+        for name, channel_numbers in split_numbers.items():
             # None is NaN.
             arrays = {
                 statistic: np.ravel(np.array(channel_numbers[statistic], np.float64))
                 for statistic in _SHOWN_STATISTICS
             }
-            said = (
+            values_shown = (
                 " ".join(f"{value:.4g}" for value in values[:_SHOWN_VALUES])
                 for values in arrays.values()
             )
-            rows.append((split, name, "; ".join(said)))
+            rows.append((split, name, "; ".join(values_shown)))
     return rows
 
 
@@ -241,9 +241,9 @@ def describe_sample(root: str | os.PathLike[str], key: str) -> Description:
         facts["values"] = {
             name: _shorten_value(values[name]) if name in values else "none" for name in names
         }
-        of_layer = f"row {row_number} of {len(dataset.index):,} of layer {dataset.manifest.name}"
+        place = f"row {row_number} of {len(dataset.index):,} of layer {dataset.manifest.name}"
         head = [
-            ("row", f"{row.key} ({of_layer})"),
+            ("row", f"{row.key} ({place})"),
             *address,
             (
                 "clip",
@@ -259,11 +259,11 @@ def describe_sample(root: str | os.PathLike[str], key: str) -> Description:
             Rig.from_manifest(dataset.manifest),
         )
         facts["meta"] = msgspec.to_builtins(sample.meta)
-        of_split = f"position {row_number} of {len(dataset.index):,}, split {sample.meta.split}"
+        place = f"position {row_number} of {len(dataset.index):,}, split {sample.meta.split}"
         head = [
-            ("sample", f"{row.key} ({of_split})"),
+            ("sample", f"{row.key} ({place})"),
             *address,
-            *_sample_facts(dataset, sample),
+            *_list_sample_facts(dataset, sample),
         ]
         tables = _make_sensor_tables(dataset, sample)
     return Description(
@@ -280,7 +280,7 @@ def _list_layer_facts(manifest: LayerManifest) -> list[tuple[str, str]]:
     base = manifest.base
     view = manifest.view
     lacking = base.num_samples - manifest.num_samples
-    of_view = "" if view.kind == "fixed" else f", epoch {view.epoch}"
+    epoch = "" if view.kind == "fixed" else f", epoch {view.epoch}"
     return [
         (
             "layer of",
@@ -292,7 +292,7 @@ def _list_layer_facts(manifest: LayerManifest) -> list[tuple[str, str]]:
             if not lacking
             else f"partial: {counted(lacking, 'sample')} of the base have none",
         ),
-        ("view", f"{view.kind}{of_view}"),
+        ("view", f"{view.kind}{epoch}"),
         *((name, str(manifest.recipe[name])) for name in _RECIPE if name in manifest.recipe),
     ]
 
@@ -312,7 +312,7 @@ def _shorten_value(value: object) -> str:
     return f"{len(value)} bytes" if isinstance(value, bytes) else str(value)
 
 
-def _sample_facts(dataset: Dataset, sample: Sample) -> list[tuple[str, str]]:
+def _list_sample_facts(dataset: Dataset, sample: Sample) -> list[tuple[str, str]]:
     meta = sample.meta
     boxes = "not annotated"
     if sample.boxes is not None:
@@ -459,10 +459,10 @@ def _describe_attributes(dataset: Dataset) -> list[tuple[str, str, str]]:
                 counts[name].update(
                     {item["values"]: item["counts"] for item in pc.value_counts(array).to_pylist()}
                 )
-    return [(name, str(schema.field(name).type), _values_said(counts[name])) for name in names]
+    return [(name, str(schema.field(name).type), _summarise_values(counts[name])) for name in names]
 
 
-def _values_said(counts: Counter[Any]) -> str:
+def _summarise_values(counts: Counter[Any]) -> str:
     values = [value for value in counts if value is not None]
     if not values:
         return "unknown"

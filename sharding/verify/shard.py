@@ -231,13 +231,13 @@ class ShardCheck:
                     self._check_layer(row, members)
                     return
                 sample = decode_sample(row.key, members, self._rig.fields)
-                if (twice := repeated_key(bytes(members[META]), sample.meta)) is not None:
+                meta = sample.meta
+                if (twice := repeated_key(bytes(members[META]), meta)) is not None:
                     self._fault(
                         f"member '{META}': the key '{shortened(twice)}' occurs twice in an object",
                         row.offset,
                         row.key,
                     )
-                meta = sample.meta
                 for field, stated, expected in (
                     ("key", meta.key, row.key),
                     ("clip_id", meta.clip_id, row.clip_id),
@@ -259,9 +259,9 @@ class ShardCheck:
                     self._fault(f"member '{member}': {text}", row.offset, row.key)
                 sizes = {
                     name: (camera.width, camera.height)
-                    for name, camera in sample.meta.cameras.items()
+                    for name, camera in meta.cameras.items()
+                    if name in sample.images
                 }
-                sizes = {name: size for name, size in sizes.items() if name in sample.images}
                 for member, text in check_members(
                     members, self._manifest.extra_channels, sizes, deep=True
                 ):
@@ -269,7 +269,7 @@ class ShardCheck:
                 for entry in row.members:
                     channel, _, extension = entry.name.partition(".")
                     if extension in IMAGE_EXTENSIONS and entry.name not in self._rig.fields:
-                        camera = sample.meta.cameras.get(channel)
+                        camera = meta.cameras.get(channel)
                         size = None if camera is None else (camera.width, camera.height)
                         check_pixels(
                             members[entry.name],

@@ -52,10 +52,10 @@ def dataset_statistics(
             f"statistics are stored beside the manifest, in folders only, got '{dataset.location}'"
         )
     numbers = {split: _compute_split_statistics(dataset, split) for split in dataset.splits}
-    said = {"fingerprint": dataset.manifest.fingerprint, "splits": numbers}
+    document = {"fingerprint": dataset.manifest.fingerprint, "splits": numbers}
     try:
         with published(Path(dataset.root) / STATISTICS_FILE) as file:
-            file.write(msgspec.json.format(msgspec.json.encode(said), indent=1) + b"\n")
+            file.write(msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n")
     except OSError as error:
         raise DatasetError(
             f"'{dataset.root}/{STATISTICS_FILE}' cannot be written: {error.strerror}"
@@ -104,7 +104,7 @@ def _compute_split_statistics(dataset: Dataset, split: str) -> dict[str, dict[st
         for name, column in zip(names, batch.columns, strict=True):
             values = column.cast(pa.float64()).to_numpy(zero_copy_only=False)
             numbers.setdefault(name, _Numbers(())).add(values)
-    return {name: of_one.result() for name, of_one in numbers.items()}
+    return {name: accumulator.result() for name, accumulator in numbers.items()}
 
 
 def _select_new_measurements(clips: ClipTable, sample: int, times: I64) -> Mask:

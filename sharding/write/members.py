@@ -113,7 +113,7 @@ class Members:
             if reference.width
         }
         for member in references:
-            chain = self._chains.get(member.name) or self._build(member.name)
+            chain = self._chains.get(member.name) or self._build_chain(member.name)
             data: Buffer = b""
             try:
                 for step in chain.steps:
@@ -124,10 +124,11 @@ class Members:
                     (kind,) = sources(self._spec.kind)
                     if any(option.name == "damaged_image" for option in kind.options):
                         hint = _LEFT_OUT
-                raise SourceError(f"{self._where(key, member)}: {error}{hint}") from error
+                raise SourceError(f"{self._describe_place(key, member)}: {error}{hint}") from error
             if chain.field in raw:
                 raise SourceError(
-                    f"{self._where(key, member)}: duplicate field '{chain.field}' in the sample"
+                    f"{self._describe_place(key, member)}: duplicate field '{chain.field}' in the "
+                    "sample"
                 )
             if chain.camera is not None:
                 sizes.setdefault(chain.camera, set()).add(self._stored_size(member))
@@ -141,11 +142,11 @@ class Members:
                 codecs[name] = codec_of(name, self._recipe, self._lidars, self._extra)
         return [RawMember(name, codecs[name], data) for name, data in raw.items()]
 
-    def _build(self, name: str) -> Chain:
+    def _build_chain(self, name: str) -> Chain:
         """Choose the steps of a field of the source."""
         recipe = self._recipe
         images = self._recipe.images
-        steps: list[Step] = [self._read]
+        steps: list[Step] = [self._read_member]
         if (extra := self._extra_fields.get(name)) is not None:
             if images is not None and extra.law.name in (
                 "image",
@@ -167,7 +168,7 @@ class Members:
         field = stored_field(name, images)
         is_image = extension in IMAGE_EXTENSIONS
         if is_image:
-            steps.append(self._check)
+            steps.append(self._check_image)
             if images is not None:
                 steps.append(
                     lambda member, data, _: (
@@ -181,7 +182,7 @@ class Members:
         chain = self._chains[name] = Chain(field, channel if is_image else None, tuple(steps))
         return chain
 
-    def _read(self, member: Reference, _: Buffer, __: Sizes) -> Buffer:
+    def _read_member(self, member: Reference, _: Buffer, __: Sizes) -> Buffer:
         place = None if self._placed is None else self._placed.place(member.ref)
         if place is None:
             return self._source.open(member.ref)
@@ -196,11 +197,11 @@ class Members:
         size = (member.width, member.height)
         return size if self._recipe.images is None else stored_size(self._recipe.images, size)
 
-    def _where(self, key: str, member: Reference) -> str:
+    def _describe_place(self, key: str, member: Reference) -> str:
         name = member.name if isinstance(self._source, StagedSource) else member.ref
         return f"image '{name}' of {self._spec.kind}:{self._spec.location} (sample {key})"
 
-    def _check(self, member: Reference, data: Buffer, _: Sizes) -> Buffer:
+    def _check_image(self, member: Reference, data: Buffer, _: Sizes) -> Buffer:
         """Check that an image is complete, and that its size is the one in the source's tables,
         or the stored one.
         """

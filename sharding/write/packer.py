@@ -103,7 +103,7 @@ class ShardPacker:
                 f"{codecs.MAX_MEMBERS} and {codecs.MAX_SAMPLE_BYTES}",
                 key=key,
             )
-        pieces, length = self._stored_span(key, packed)
+        pieces, length = self._encode_span(key, packed)
         digest = xxhash.xxh3_64()
         for piece in pieces:
             digest.update(piece)
@@ -138,7 +138,7 @@ class ShardPacker:
 
     def close(self) -> Packed:
         """Write the end of the archive."""
-        end = self._end()
+        end = self._encode_end()
         self._write([end])
         self._file.flush()
         listing = dali_index(self._rows) if self._has_listing else b""
@@ -149,11 +149,11 @@ class ShardPacker:
             listing,
         )
 
-    def _stored_span(self, key: str, packed: PackedSpan) -> tuple[Sequence[Buffer], int]:  # noqa: ARG002 - for errors
+    def _encode_span(self, key: str, packed: PackedSpan) -> tuple[Sequence[Buffer], int]:  # noqa: ARG002 - for errors
         """Return a sample's span as the file takes it, in pieces, and its length."""
         return self._buffer.joined(packed.pieces), packed.length
 
-    def _end(self) -> bytes:
+    def _encode_end(self) -> bytes:
         return END_OF_ARCHIVE
 
     def _write(self, pieces: Sequence[Buffer]) -> None:
@@ -173,7 +173,7 @@ class FramedPacker(ShardPacker):
         super().__init__(file, number, level, dictionary=None, buffer=buffer)
         self._sizes: list[tuple[int, int]] = []
 
-    def _stored_span(self, key: str, packed: PackedSpan) -> tuple[Sequence[Buffer], int]:
+    def _encode_span(self, key: str, packed: PackedSpan) -> tuple[Sequence[Buffer], int]:
         try:
             pieces = self._buffer.joined(packed.pieces)
             frame = encode_frame(pieces[0] if len(pieces) == 1 else b"".join(pieces), self._level)
@@ -182,7 +182,7 @@ class FramedPacker(ShardPacker):
         self._sizes.append((len(frame), packed.length))
         return [frame], len(frame)
 
-    def _end(self) -> bytes:
+    def _encode_end(self) -> bytes:
         end = encode_frame(END_OF_ARCHIVE, self._level)
         return end + encode_seek_table([*self._sizes, (len(end), len(END_OF_ARCHIVE))])
 

@@ -42,8 +42,6 @@ class ReadBuffer:
 
         Raises SourceError where the file cannot be read, has another size, or ends before.
         """
-        # One byte more than expected is asked for: a file that has grown is noticed without another
-        # system call.
         start = self._used + BLOCK_BYTES
         padded = num_bytes + -num_bytes % BLOCK_BYTES
         if start + padded + BLOCK_BYTES > len(self._memory):
@@ -53,13 +51,24 @@ class ReadBuffer:
                 bytearray(max(start + padded + BLOCK_BYTES, 2 * len(self._memory)))
             )
             self._files.clear()
-        view = self._memory[start : start + num_bytes + 1]
+        # One byte more than a whole file should have is asked for: a file that has grown is noticed
+        # without another system call.
+        first = offset or 0
+        view = self._memory[start : start + num_bytes + (offset is None)]
         try:
-            num_read = (
-                _fill_view(path, view)
-                if offset is None
-                else _fill_range(path, view[:num_bytes], offset)
-            )
+            handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                num_read = os.preadv(handle, [view], first)
+                # A network file system may hand out less than asked for.
+                while 0 < num_read < num_bytes:
+                    num_more = os.preadv(handle, [view[num_read:]], first + num_read)
+                    if not num_more:
+                        break
+                    num_read += num_more
+                if num_read > num_bytes:
+                    num_read = os.fstat(handle).st_size
+            finally:
+                os.close(handle)
         except OSError as error:
             raise SourceError(f"file '{path}' cannot be read: {error.strerror}") from error
         if offset is not None and num_read < num_bytes:
@@ -126,33 +135,3 @@ class ReadBuffer:
             self._memory[end : end + len(rest)] = rest
             return [self._memory[begin : end + len(rest)]]
         return [piece for piece in (self._memory[begin:end], rest) if piece]
-
-
-def _fill_view(path: str, view: memoryview) -> int:
-    """Read a file into ``view``; returns the file's size if it is smaller or does not fit."""
-    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        have = os.readv(handle, [view])
-        while 0 < have < len(view) - 1:  # a network file system may hand out less than asked for
-            more = os.readv(handle, [view[have:]])
-            if not more:
-                break
-            have += more
-        return have if have < len(view) else os.fstat(handle).st_size
-    finally:
-        os.close(handle)
-
-
-def _fill_range(path: str, view: memoryview, offset: int) -> int:
-    """Read from ``offset`` on into ``view``; returns how many bytes there were."""
-    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        have = 0
-        while have < len(view):
-            more = os.preadv(handle, [view[have:]], offset + have)
-            if not more:
-                break
-            have += more
-        return have
-    finally:
-        os.close(handle)

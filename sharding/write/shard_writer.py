@@ -144,17 +144,17 @@ class ShardWriter:
             if (
                 record is not None
                 and record.source_stamp == self._job.stamps[number]
-                and self._source_digest(shard) == record.source_sha256
+                and self._compute_source_digest(shard) == record.source_sha256
                 and is_whole(self._out, record)
             ):
                 pulse(record.shard.bytes)
                 return ShardDone(number, record.shard.name, record.shard.bytes, is_kept=True)
             with naming(self._job.source):
-                record = self._write(number, shard, pulse)
+                record = self._write_shard(number, shard, pulse)
             store_version_tag(self._out, record)
         return ShardDone(number, record.shard.name, record.shard.bytes, is_kept=False)
 
-    def _write(self, number: int, shard: PlannedShard, pulse: Pulse) -> ShardRecord:
+    def _write_shard(self, number: int, shard: PlannedShard, pulse: Pulse) -> ShardRecord:
         job = self._job
         sizes: dict[str, set[tuple[int, int]]] = {}
         digest = hashlib.sha256(self._head(shard))
@@ -170,7 +170,7 @@ class ShardWriter:
             )
             stored = [stored_channel(channel, job.recipe.images) for channel in job.channels]
             check = MemberCheck(job.rig, self._place, stored)
-            for row in self._rows_of(shard):
+            for row in self._list_rows(shard):
                 encoded = self._table.encoded_row(row)
                 digest.update(encoded)
                 scanned = decode_row(encoded)
@@ -182,7 +182,7 @@ class ShardWriter:
                         clip_id=clip_id,
                         frame=scanned.frame,
                         timestamp_ns=scanned.timestamp_ns,
-                        members=self._raw_members(
+                        members=self._make_members(
                             scanned,
                             number=row,
                             split=shard.split,
@@ -214,7 +214,7 @@ class ShardWriter:
             store_record(self._out, record)
         return record
 
-    def _rows_of(self, shard: PlannedShard) -> list[int]:
+    def _list_rows(self, shard: PlannedShard) -> list[int]:
         rows: list[int] = self._rows[
             shard.first_sample : shard.first_sample + shard.num_samples
         ].tolist()
@@ -237,13 +237,13 @@ class ShardWriter:
         )
         return msgspec.msgpack.encode(head)
 
-    def _source_digest(self, shard: PlannedShard) -> str:
+    def _compute_source_digest(self, shard: PlannedShard) -> str:
         digest = hashlib.sha256(self._head(shard))
-        for row in self._rows_of(shard):
+        for row in self._list_rows(shard):
             digest.update(self._table.encoded_row(row))
         return digest.hexdigest()
 
-    def _raw_members(
+    def _make_members(
         self,
         row: ScanRow,
         number: int,

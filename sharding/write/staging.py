@@ -17,7 +17,7 @@ import hashlib
 import os
 import shutil
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
@@ -61,15 +61,22 @@ _DONE_BYTES: Final = 16
 _INDEX_BYTES: Final = 1 << 30
 NO_BAND: Final = -1
 
-_StagingArguments = tuple["SourceSpec", "ImageRecipe | None", Path, Path, Path, int]
-
 _worker_state = threading.local()
 """The `Staging` of each worker, a thread or a process of one pool."""
 
-Placed = tuple[int, int, int, bool]
-"""Band, offset and length of a member, and whether it is an image as it is to be stored."""
 STORED: Final = "stored:"
-"""Begins the reference of such an image."""
+"""Begins the reference of an image as it is to be stored."""
+
+
+class Placed(NamedTuple):
+    """Where a member is in the files of its clip, and whether it is an image as it is to be
+    stored.
+    """
+
+    band: int
+    offset: int
+    length: int
+    is_stored: bool
 
 
 class _Index(msgspec.Struct, frozen=True, array_like=True):
@@ -186,10 +193,10 @@ class Staging:
             ):
                 return
             places = {
-                ref: place for ref, place in index.places.items() if place[0] < self._num_done
+                ref: place for ref, place in index.places.items() if place.band < self._num_done
             }
             refs = {ref: band for ref, band in refs.items() if ref not in places}
-        path = index_of(self._folder, task.number)
+        path = index_file(self._folder, task.number)
         path.unlink(missing_ok=True)
         sizes = dict.fromkeys(sorted(set(refs.values())), 0)
         with naming(self._spec), contextlib.ExitStack() as stack:
@@ -208,11 +215,11 @@ class Staging:
                 num_bytes = memoryview(data).nbytes
                 band = refs[ref]
                 files[band].write(data)
-                places[ref] = (
-                    band,
-                    sizes[band],
-                    num_bytes,
-                    isinstance(data, StoredJpeg),
+                places[ref] = Placed(
+                    band=band,
+                    offset=sizes[band],
+                    length=num_bytes,
+                    is_stored=isinstance(data, StoredJpeg),
                 )
                 sizes[band] += num_bytes
             if missing := refs.keys() - places.keys():
@@ -267,7 +274,7 @@ def stage_clips(
     spec: SourceSpec,
     images: ImageRecipe | None,
     scan_table: Path,
-    of_row: NDArray[np.int8],
+    bands_of_rows: NDArray[np.int8],
     clips: Sequence[ClipInfo],
     stamps: NDArray[np.uint64],
     bands: Bands,
@@ -279,34 +286,35 @@ def stage_clips(
 
     Images that the source decodes itself are staged as they are stored, by ``images``.
 
-    ``of_row`` has the band of each row of the table, NO_BAND where it is not wanted, and ``stamps``
-    a number for each, which changes when a file of the row does.
+    ``bands_of_rows`` has the band of each row of the table, NO_BAND where it is not wanted, and
+    ``stamps`` a number for each, which changes when a file of the row does.
     """
     folder = bands.folder
     path = bands.folder.with_suffix(".npy")
     folder.mkdir(exist_ok=True)
-    save_npy(path, of_row)
+    save_npy(path, bands_of_rows)
     tasks = []
     for number, clip in enumerate(clips):
-        if (of_row[clip.first_row :][: clip.num_samples] == NO_BAND).all():
+        if (bands_of_rows[clip.first_row :][: clip.num_samples] == NO_BAND).all():
             continue
         clip_stamps = stamps[clip.first_row : clip.first_row + clip.num_samples].tobytes()
         stamp = int.from_bytes(hashlib.sha256(clip_stamps).digest()[:8])
         tasks.append(StageTask(number, clip.first_row, clip.num_samples, stamp))
-    arguments = spec, images, scan_table, path, folder, bands.num_done
-    if bands.num_done and not all(map(Staging(*arguments).is_known, tasks)):
+    make_staging = partial(
+        Staging, spec=spec, images=images, scan_table=scan_table, bands=path, folder=folder
+    )
+    if bands.num_done and not all(map(make_staging(num_done=bands.num_done).is_known, tasks)):
         # Finished shards may be made again.
         bands.forget()
-        arguments = *arguments[:5], 0
     bands.sweep()
     _check_space(
         ScanTable(scan_table),
-        np.flatnonzero(of_row >= bands.num_done),
+        np.flatnonzero(bands_of_rows >= bands.num_done),
         folder,
         images,
     )
     num_workers = min(num_workers, len(tasks))
-    stage = partial(_stage_clip, arguments)
+    stage = partial(_stage_clip, partial(make_staging, num_done=bands.num_done))
     if num_workers > _MAX_THREADS:
         with ProcessPoolExecutor(num_workers, get_context("spawn"), set_up_worker) as pool:
             try:
@@ -351,10 +359,10 @@ def _check_space(
         )
 
 
-def _stage_clip(arguments: _StagingArguments, task: StageTask) -> None:
+def _stage_clip(make_staging: Callable[[], Staging], task: StageTask) -> None:
     """Stage a clip in a worker, which makes its `Staging` with its first one."""
     if not hasattr(_worker_state, "staging"):
-        _worker_state.staging = Staging(*arguments)
+        _worker_state.staging = make_staging()
     staging: Staging = _worker_state.staging
     staging.stage(task)
 
@@ -364,7 +372,7 @@ def clip_file(folder: Path, number: int, band: int) -> Path:
     return folder / f"{number:06d}.{band}.bin"
 
 
-def index_of(folder: Path, number: int) -> Path:
+def index_file(folder: Path, number: int) -> Path:
     """Return the file that lists the content of a clip's files."""
     return folder / f"{number:06d}.index"
 
@@ -372,7 +380,7 @@ def index_of(folder: Path, number: int) -> Path:
 def _load_index(folder: Path, number: int) -> _Index | None:
     """Read the list of a clip's files; None where it is missing or not whole."""
     with contextlib.suppress(OSError, msgspec.DecodeError, UnicodeDecodeError):
-        data = read_file(index_of(folder, number), _INDEX_BYTES)
+        data = read_file(index_file(folder, number), _INDEX_BYTES)
         index = msgspec.msgpack.decode(data, type=_Index)
         are_inside = [
             0 <= offset <= offset + length <= index.sizes.get(band, offset + length)
@@ -413,12 +421,14 @@ def _rewrite_table(scan_table: Path, target: Path, folder: Path, staged: set[int
                         if place is None:  # of a clip from which nothing is to be written
                             members.append(member)
                             continue
-                        band, offset, length, is_stored = place
-                        file_name = f"{STORED if is_stored else ''}{current:06d}.{band}.bin"
-                        ref = f"{file_name}#{offset}+{length}"
+                        start = STORED if place.is_stored else ""
+                        file_name = clip_file(folder, current, place.band).name
                         members.append(
                             msgspec.structs.replace(
-                                member, ref=ref, bytes=length, is_estimate=False
+                                member,
+                                ref=f"{start}{file_name}#{place.offset}+{place.length}",
+                                bytes=place.length,
+                                is_estimate=False,
                             )
                         )
                     rows.append(msgspec.msgpack.encode(row._replace(members=tuple(members))))

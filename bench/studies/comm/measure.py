@@ -145,8 +145,8 @@ def _wait(device: torch.device) -> None:
 
 
 def _collective(kind: Kind, group: dist.ProcessGroup, tensor: torch.Tensor) -> Callable[[], object]:
-    """Return the function to call: ``whole`` is the tensor to reduce, gather, scatter or send to
-    the next rank.
+    """Return the function that reduces, gathers or scatters the tensor, or sends it to the next
+    rank.
     """
     ranks = group.size()
     rank = dist.get_rank(group)

@@ -180,7 +180,7 @@ def feature_width(settings: ModelSettings) -> int:
 def find(name: str, noun: str = "model") -> Any:
     """Import the function that ``MODULE:NAME`` names, from the working folder too.
 
-    Raises ConfigError, and StageError of its own; ``what`` is what they call it.
+    Raises ConfigError, which calls it a ``noun``, and StageError of its own.
     """
     module, _, attribute = name.partition(":")
     if not module or not attribute:

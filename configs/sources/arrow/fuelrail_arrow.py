@@ -30,6 +30,7 @@ from fuelrail.sharding.sources.adapter.rows import attribute_types, may_be_attri
 from fuelrail.sharding.sources.shared.arrow import (
     byte_ranges,
     check_expanded,
+    is_list,
     is_plain,
     open_mapped,
     open_parquet,
@@ -44,7 +45,7 @@ from fuelrail.sharding.sources.shared.pictures import (
 from fuelrail.sharding.sources.tables.columns import VALUE, attribute_type, is_known
 from fuelrail.sharding.sources.tables.manifest import Manifest, ManifestSettings
 from fuelrail.sharding.sources.tables.tables import CLIP, regrouped
-from fuelrail.sharding.sources.tables.values import TIME_COLUMNS, is_list
+from fuelrail.sharding.sources.tables.values import TIME_COLUMNS
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.sample.arrays import Buffer

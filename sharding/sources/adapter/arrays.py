@@ -64,14 +64,14 @@ def clip_arrays(
             poses_found[rest] = trajectory.at(times[rest])
         return poses_found
 
-    def times_and_poses(ones: Sequence[Any], number: int) -> tuple[I64, F64]:
+    def times_and_poses(entries: Sequence[Any], number: int) -> tuple[I64, F64]:
         times = np.array(
-            [-1 if item is None else item.timestamp_ns for item in ones],
+            [-1 if item is None else item.timestamp_ns for item in entries],
             np.int64,
         )
-        is_there = np.array([item is not None for item in ones], np.bool_)
+        is_there = np.array([item is not None for item in entries], np.bool_)
         poses = poses_at(
-            [None if item is None else item.ego2global for item in ones],
+            [None if item is None else item.ego2global for item in entries],
             times,
             is_there,
         )

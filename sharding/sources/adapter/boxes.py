@@ -5,6 +5,7 @@ tracks.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
@@ -38,7 +39,7 @@ class ClipBoxes(NamedTuple):
 
     encoded: list[bytes | None]
     num_boxes: list[int]
-    of_class: I64
+    class_counts: I64
     """(F, K): the number of boxes of each class."""
 
 
@@ -81,12 +82,12 @@ def clip_boxes(
     ):
         encoded[number_of_frame] = data
     num_classes = len(classes.names) + 1
-    of_class = np.bincount(
+    class_counts = np.bincount(
         frame * num_classes + columns["label"] + 1,
         minlength=len(rows) * num_classes,
     )
     num_boxes = np.bincount(frame, minlength=len(rows)).tolist()
-    return ClipBoxes(encoded, num_boxes, of_class.reshape(len(rows), num_classes)[:, 1:])
+    return ClipBoxes(encoded, num_boxes, class_counts.reshape(len(rows), num_classes)[:, 1:])
 
 
 def in_ego(
@@ -95,27 +96,14 @@ def in_ego(
     timestamp_ns: I64,
     ego2global: F64,
 ) -> dict[str, NDArray[Any]]:
-    """Return columns of boxes but label and validity; ``own`` are numbers of frames with their
+    """Return columns of boxes but label and validity; ``labelled`` are numbers of frames with their
     boxes.
 
     ``frame`` (M,) is the number of each box's frame, whose times (F,) [ns] and poses (F, 4, 4) are
     given.
     """
     counts = [len(frame_boxes.category) for _, frame_boxes in labelled]
-
-    def column(name: str, kind: type, *shape: int, unknown: float = np.nan) -> NDArray[Any]:
-        values = _join_column(labelled, number=len(frame), name=name, shape=shape, unknown=unknown)
-        if issubclass(kind, np.integer):
-            limits = np.iinfo(kind)
-            bad = ~((values >= limits.min) & (values <= limits.max))
-            if bad.any():
-                row = int(np.argmax(bad))
-                raise SourceError(
-                    f"frame {int(frame[row])}: {name} of a box is {values[row]:g}, out of "
-                    "range; unknown is -1"
-                )
-        return values.astype(kind)
-
+    column = partial(_join_column, labelled, frame)
     in_global = np.repeat(
         np.array([frame_boxes.in_global for _, frame_boxes in labelled], np.bool_),
         counts,
@@ -125,7 +113,7 @@ def in_ego(
     size = column("size_lwh", np.float64, 3)
     turn_to_ego = to_ego[:, :3, :3]
     stated2ego = np.where(in_global[:, None, None], turn_to_ego, np.eye(3))
-    moved = _turn(turn_to_ego, centre) + to_ego[:, :3, 3]
+    moved = _turn_vectors(turn_to_ego, centre) + to_ego[:, :3, 3]
     centre_in_ego = np.where(in_global[:, None], moved, centre)
     stated_rotation = _make_rotations(
         column("rotation_wxyz", np.float64, 4), column("yaw", np.float64)
@@ -148,12 +136,12 @@ def in_ego(
         track += frame_boxes.track or [""] * len(frame_boxes.category)
     numbers = {name: number for number, name in enumerate(dict.fromkeys(track))}
     tracks = np.fromiter(map(numbers.__getitem__, track), np.int64, len(track))
-    velocity = _turn(stated2ego, column("velocity", np.float64, 3))
+    velocity = _turn_vectors(stated2ego, column("velocity", np.float64, 3))
     is_unstated = np.array([frame_boxes.velocity is None for _, frame_boxes in labelled], np.bool_)
     follow = (tracks != numbers.get("", -1)) & np.repeat(is_unstated, counts)
     if follow.any():
         box2global = ego2global[frame]
-        in_world = _turn(box2global[:, :3, :3], centre) + box2global[:, :3, 3]
+        in_world = _turn_vectors(box2global[:, :3, :3], centre) + box2global[:, :3, 3]
         in_world[in_global] = centre[in_global]
         # The rows before and after each row in its track.
         before, after = np.full((2, len(tracks)), -1, np.int64)
@@ -164,7 +152,7 @@ def in_ego(
         before[last[same]] = first[same]
         after[first[same]] = last[same]
         speed = velocities(in_world, timestamp_ns[frame] // 1000, before, after)
-        velocity[follow] = _turn(turn_to_ego, speed)[follow]
+        velocity[follow] = _turn_vectors(turn_to_ego, speed)[follow]
     ids = np.array([stable_id(name) if name else -1 for name in numbers], np.int64)
     quaternion = quaternions(rotation)
     quaternion = np.where(quaternion[:, :1] < 0, -quaternion, quaternion)
@@ -182,24 +170,23 @@ def in_ego(
     }
 
 
-def _turn(matrices: F64, vectors: F64) -> F64:
+def _turn_vectors(matrices: F64, vectors: F64) -> F64:
     """Return each vector (M, 3), turned by its own matrix (M, 3, 3)."""
     return np.asarray(np.einsum("mij,mj->mi", matrices, vectors))
 
 
 def _join_column(
     labelled: Sequence[tuple[int, BoxRows]],
-    number: int,
+    frame: I64,
     name: str,
-    shape: tuple[int, ...],
-    unknown: float,
+    kind: type,
+    *shape: int,
+    unknown: float = np.nan,
 ) -> NDArray[Any]:
-    """Return one column of all boxes, which are ``number``; ``own`` are the numbers of frames
-    with their boxes.
-    """
+    """Return one column of all boxes as this type, as `in_ego` takes ``labelled`` and ``frame``."""
     all_stated = [getattr(frame_boxes, name) for _, frame_boxes in labelled]
     if all(stated is None for stated in all_stated):
-        return np.full((number, *shape), unknown)
+        return np.full((len(frame), *shape), unknown, kind)
     parts = []
     for (number_of_frame, frame_boxes), stated in zip(labelled, all_stated, strict=True):
         count = len(frame_boxes.category)
@@ -215,7 +202,17 @@ def _join_column(
                 f"{list(part_shape)}"
             )
         parts.append(part)
-    return np.concatenate(parts)
+    values = np.concatenate(parts)
+    if issubclass(kind, np.integer):
+        limits = np.iinfo(kind)
+        bad = ~((values >= limits.min) & (values <= limits.max))
+        if bad.any():
+            row = int(np.argmax(bad))
+            raise SourceError(
+                f"frame {int(frame[row])}: {name} of a box is {values[row]:g}, out of range; "
+                "unknown is -1"
+            )
+    return values.astype(kind)
 
 
 def _make_rotations(wxyz: F64, yaw: F64) -> F64:
@@ -224,17 +221,17 @@ def _make_rotations(wxyz: F64, yaw: F64) -> F64:
     """
     cos = np.cos(yaw)
     sin = np.sin(yaw)
-    of_yaw = np.zeros((len(yaw), 3, 3))
-    of_yaw[:, 0, 0] = cos
-    of_yaw[:, 0, 1] = -sin
-    of_yaw[:, 1, 0] = sin
-    of_yaw[:, 1, 1] = cos
-    of_yaw[:, 2, 2] = 1
+    yaw_rotations = np.zeros((len(yaw), 3, 3))
+    yaw_rotations[:, 0, 0] = cos
+    yaw_rotations[:, 0, 1] = -sin
+    yaw_rotations[:, 1, 0] = sin
+    yaw_rotations[:, 1, 1] = cos
+    yaw_rotations[:, 2, 2] = 1
     is_unit = are_unit(wxyz)
     full = rotation_matrices(np.where(is_unit[:, None], wxyz, [1.0, 0, 0, 0]))
     full[~is_unit] = np.nan
     is_yaw: Mask = np.asarray(np.isnan(wxyz).all(1))
-    return np.where(is_yaw[:, None, None], of_yaw, full)
+    return np.where(is_yaw[:, None, None], yaw_rotations, full)
 
 
 def rows_by_key(keys: NDArray[np.integer[Any]]) -> dict[int, NDArray[np.intp]]:

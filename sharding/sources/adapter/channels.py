@@ -189,11 +189,11 @@ def clip_series(
         if measurement is None:
             continue
         frames_with = [frame for frame in frames if frame.values.get(channel.name) is not None]
-        of_frames = (
+        frame_series = (
             [frame.timestamp_ns for frame in frames_with],
             [frame.values[channel.name] for frame in frames_with],
         )
-        times, values = clip.series.get(channel.name, of_frames)
+        times, values = clip.series.get(channel.name, frame_series)
         stamps = np.asarray(times, np.int64)
         array = np.asarray(values)
         array = array.reshape(0, *measurement.shape) if not len(stamps) else array

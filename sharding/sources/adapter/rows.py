@@ -216,11 +216,11 @@ class ClipRows:
             name: dict(
                 zip(
                     order.tolist(),
-                    parts_of_series(*of_one, arrays.time_ns[order]),
+                    parts_of_series(times, numbers, arrays.time_ns[order]),
                     strict=True,
                 )
             )
-            for name, of_one in series.items()
+            for name, (times, numbers) in series.items()
         }
         for first in range(0, len(order), _AT_ONCE):
             rows = order[first : first + _AT_ONCE]
@@ -245,7 +245,7 @@ class ClipRows:
                 extra_members = [entry.reference for entry in members_found[row]]
                 if self.channels:
                     place = f"{where}: frame {row}"
-                    values = {name: of_one[row] for name, of_one in parts.items()}
+                    values = {name: series_parts[row] for name, series_parts in parts.items()}
                     extra_members += value_members(
                         self.channels, {**frames[row].values, **values}, place
                     )
@@ -516,7 +516,7 @@ class _ClipFacts:
         names = [count_column(name) for name in rows.classes.names]
         is_column = [name in rows.columns for name in names]
         self._counted = [name for name, is_one in zip(names, is_column, strict=True) if is_one]
-        self._counts = boxes.of_class[:, is_column].tolist()
+        self._counts = boxes.class_counts[:, is_column].tolist()
         self._num_boxes = [
             None if data is None else number
             for data, number in zip(boxes.encoded, boxes.num_boxes, strict=True)

@@ -368,14 +368,14 @@ class FrameSource(Generic[S]):
             return next(self.make_images([ref.removeprefix(MADE_PREFIX)]))[1]
         image = ref.removeprefix(PLAIN)
         if image != ref:
-            return plain_png(self._bytes(image))
+            return plain_png(self._read_bytes(image))
         mask = ref.removeprefix(MASK)
         if mask != ref:
             where = f"mask '{self.files.shown}/{mask}'"
-            return mask_png(self._bytes(mask), where)
-        return self._bytes(ref)
+            return mask_png(self._read_bytes(mask), where)
+        return self._read_bytes(ref)
 
-    def _bytes(self, ref: str) -> bytes:
+    def _read_bytes(self, ref: str) -> bytes:
         part = Part.parse(ref)
         data = part.read(self.files)
         if part.length is not None and len(data) < part.length:

@@ -56,7 +56,7 @@ def ego_trajectory(
 ) -> Reference:
     """Return the member of a sample with ``global2ego`` (4, 4).
 
-    ``there`` (17,) says which steps there are; of these K are the poses (K, 4, 4), and the times
+    ``exists`` (17,) says which steps there are; of these K are the poses (K, 4, 4), and the times
     (K,) [s] after it.
     """
     value = np.full((STEPS, len(EGO.columns)), np.nan)

@@ -6,7 +6,7 @@ import io
 import itertools
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -40,8 +40,13 @@ _ROWS_AT_ONCE: Final = 1 << 9
 
 _LOOKS_BETWEEN: Final = 8
 
-Sample = tuple[tuple[int, "IndexRow"], dict[str, Any]]
-"""A row's number and the row, and its attributes."""
+
+class StoredSample(NamedTuple):
+    """A row of the index with its number, and its attributes."""
+
+    number: int
+    row: IndexRow
+    attributes: dict[str, Any]
 
 
 class DatasetPart:
@@ -80,7 +85,7 @@ class DatasetPart:
             types[field.name] = _PYTHON_TYPES[field.type]
         return types
 
-    def samples(self, disk: Disk) -> Iterator[Iterator[Sample]]:
+    def samples(self, disk: Disk) -> Iterator[Iterator[StoredSample]]:
         """Yield the samples of each clip by frame, in the order of the ids.
 
         Their attributes are copied to ``disk``.
@@ -93,15 +98,15 @@ class DatasetPart:
         names = list(self.attribute_types)
         table = disk.table(self.dataset.attributes_file().batches(names)) if names else None
 
-        def samples() -> Iterator[Sample]:
+        def samples() -> Iterator[StoredSample]:
             # Few attributes are Python objects at a time.
             for first in range(0, len(rows), _ROWS_AT_ONCE):
                 part = rows[first : first + _ROWS_AT_ONCE]
                 values = [{} for _ in part] if table is None else disk.take(table, part).to_pylist()
                 for number, attributes in zip(part.tolist(), values, strict=True):
-                    yield (number, self._read_row(number)), attributes
+                    yield StoredSample(number, self._read_row(number), attributes)
 
-        for _, clip in itertools.groupby(samples(), lambda sample: sample[0][1].clip_id):
+        for _, clip in itertools.groupby(samples(), lambda sample: sample.row.clip_id):
             yield clip
 
     def small_members(self, row: IndexRow) -> dict[str, Any]:
@@ -148,7 +153,7 @@ class DatasetPart:
         return decoded
 
     def read(self, number: int, field: str) -> memoryview:
-        """Return a member of row number ``at``, decoded; those of one row are decoded together."""
+        """Return a member of a row, decoded; those of one row are decoded together."""
         if self._read[0] != number or field not in self._read[1]:
             row = self._read_row(number)
             span = self._read_bytes(row, row.length)

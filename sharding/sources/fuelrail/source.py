@@ -34,12 +34,11 @@ from fuelrail.sharding.sources.fuelrail.merging import (
     joined,
     joined_types,
 )
-from fuelrail.sharding.sources.fuelrail.part import INLINE, DatasetPart
+from fuelrail.sharding.sources.fuelrail.part import INLINE, DatasetPart, StoredSample
 from fuelrail.sharding.sources.shared.scan_table import Reference, frame_key
 from fuelrail.sharding.sources.source import Camera, ScanInfo
 
 if TYPE_CHECKING:
-    from fuelrail.pipeline.format.index.row import IndexRow
     from fuelrail.sharding.sources.shared.scan_table import ScanWriter
     from fuelrail.sharding.sources.source import Reads
 
@@ -142,14 +141,9 @@ class FuelrailSource:
         types = self.attribute_types
         for clip, number in owners:
             # A part's samples come clip by clip in the order of the ids, as the owners do.
-            for position, (row, attributes) in enumerate(next(walks[number])):
-                self._append_sample(
-                    out,
-                    number=number,
-                    row=row,
-                    attributes={**dict.fromkeys(types), **attributes},
-                    begins=clip if not position else None,
-                )
+            for position, sample in enumerate(next(walks[number])):
+                stored = sample._replace(attributes={**dict.fromkeys(types), **sample.attributes})
+                self._append_sample(out, number, stored, begins=None if position else clip)
         first = manifests[0]
         splits: dict[str, list[str]] = {}
         for part in self._parts:
@@ -190,14 +184,10 @@ class FuelrailSource:
         )
 
     def _append_sample(
-        self,
-        out: ScanWriter,
-        number: int,
-        row: tuple[int, IndexRow],
-        attributes: dict[str, Any],
-        begins: str | None,
+        self, out: ScanWriter, number: int, stored: StoredSample, *, begins: str | None
     ) -> None:
-        row_number, entry = row
+        """Append a sample of part ``number``; ``begins`` is the clip that begins with it."""
+        row_number, entry, attributes = stored
         part = self._parts[number]
         small = part.small_members(entry)
         try:

@@ -287,7 +287,7 @@ class Kitti(FrameSource[KittiSettings]):
             )
         without_time = {number for number in numbers if reference[number] == _NO_TIME}
         for number in without_time:
-            timed = [of_camera[number] for of_camera in times.values() if number < len(of_camera)]
+            timed = [stamps[number] for stamps in times.values() if number < len(stamps)]
             reference[number] = next((time for time in timed if time != _NO_TIME), _NO_TIME)
         lacking = [number for number in numbers if reference[number] == _NO_TIME]
         if lacking:

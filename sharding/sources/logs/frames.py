@@ -74,7 +74,7 @@ class FrameMaker:
         """Yield a frame for each of these times of the reference [ns]; raise SourceError."""
         index = self._index
         rows = {
-            channel: self._matched(channel, topic, times).tolist()
+            channel: self._match_messages(channel, topic, times).tolist()
             for channel, topic in self._all.items()
         }
         stamps = {topic: index.series[topic].stamps.tolist() for topic in self._cameras.values()}
@@ -216,7 +216,7 @@ class FrameMaker:
             for has_fix, place in pairs
         ]
 
-    def _matched(self, channel: str, topic: str, times: I64) -> NDArray[np.intp]:
+    def _match_messages(self, channel: str, topic: str, times: I64) -> NDArray[np.intp]:
         """Return the row of a channel's message for each time, -1 for none.
 
         Note the delay that was estimated.
@@ -259,7 +259,9 @@ class FrameMaker:
         info_topic = next((name for name in beside if name in index.calibrations), None)
         if info_topic is None and not stated:
             same = [
-                name for name, ones in index.calibrations.items() if ones[0][1].frame_id == frame
+                name
+                for name, calibrations in index.calibrations.items()
+                if calibrations[0][1].frame_id == frame
             ]
             info_topic = same[0] if len(same) == 1 else None
         if info_topic is None:

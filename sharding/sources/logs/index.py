@@ -190,7 +190,7 @@ class LogIndex:
             elif name in lidars:
                 stamp_ns, frame_id, number = readers[name].cloud_head(message)
                 self.frame_ids.setdefault(name, frame_id)
-                stamp_ns = self._stamp(name, message, stamp_ns)
+                stamp_ns = self._choose_stamp(name, message, stamp_ns)
                 self._found[name].append(
                     (stamp_ns, message.log_ns, LogSweep(message.place, number))
                 )
@@ -198,9 +198,9 @@ class LogIndex:
                 pending[name].append(message)
                 num_pending += 1
                 if num_pending == _AT_ONCE:
-                    self._take(topics, readers, pending, poses)
+                    self._read_pending(topics, readers, pending, poses)
                     num_pending = 0
-        self._take(topics, readers, pending, poses)
+        self._read_pending(topics, readers, pending, poses)
         for name, number in file.num_stated.items():
             num_lacking = number - num_read.get(name, 0 if name == NOT_DESCRIBED else number)
             if num_lacking > 0:
@@ -211,7 +211,7 @@ class LogIndex:
         self.noted.update(+file.lost)
         self.noted.update(file.noted)
 
-    def _take(
+    def _read_pending(
         self,
         topics: Mapping[str, Topic],
         readers: Mapping[str, Reader],
@@ -234,7 +234,7 @@ class LogIndex:
             if name in self._signals:
                 stamps, values = reader.signals(messages)
                 self.columns[name] = reader.columns
-                stamps, mask = self._timed(name, messages, stamps, " (signals)")
+                stamps, mask = self._select_times(name, messages, stamps, " (signals)")
                 self._signals[name].append((stamps[mask], values[mask]))
             if name in self.marks:
                 # Of annotations, those without boxes may have no stamp.
@@ -250,7 +250,7 @@ class LogIndex:
                         )
                     marked = [marked[number] for number in stamped]
                     marks = [marks[number] for number in stamped]
-                stamps, mask = self._timed(
+                stamps, mask = self._select_times(
                     name,
                     marked,
                     np.array([mark.stamp_ns for mark in marks], np.int64),
@@ -260,13 +260,13 @@ class LogIndex:
                     for number in np.flatnonzero(mask).tolist()
                 ]
             elif name == poses:
-                self.poses += self._moved(name, messages, reader.poses(messages))
+                self.poses += self._drop_reset_edges(name, messages, reader.poses(messages))
             elif topics[name].type in CALIBRATIONS:
                 self.calibrations.setdefault(name, []).extend(reader.calibrations(messages))
             elif topics[name].type in TRANSFORMS:
                 is_static = name.endswith("static")
                 parts = reader.edges(messages)
-                for part in parts if is_static else self._moved(name, messages, parts):
+                for part in parts if is_static else self._drop_reset_edges(name, messages, parts):
                     self.tree.add(part, is_static=is_static)
             messages.clear()
 
@@ -300,7 +300,7 @@ class LogIndex:
             picture = reader.picture(message)  # protobuf may have the stamp behind the picture
         if picture.frame_id:  # where it is behind the picture, that of the calibration counts
             self.frame_ids.setdefault(topic.name, picture.frame_id)
-        stamp_ns = self._stamp(topic.name, message, picture.stamp_ns)
+        stamp_ns = self._choose_stamp(topic.name, message, picture.stamp_ns)
         start = picture.offset
         length = picture.length
         cached_head = self._heads.get(topic.name)
@@ -453,26 +453,29 @@ class LogIndex:
         )
         return mask
 
-    def _moved(
+    def _drop_reset_edges(
         self, topic: str, messages: Sequence[Message], parts: Sequence[Edges]
     ) -> list[Edges]:
         """Drop edges of a clock that was set back: frames of a topic have clocks of their own."""
         edges = []
         for part in parts:
             part_messages = [messages[row] for row in part.row.tolist()]
-            stamps, mask = self._timed(topic, part_messages, part.stamp_ns, f" ({part.child})")
+            stamps, mask = self._select_times(
+                topic, part_messages, part.stamp_ns, f" ({part.child})"
+            )
             if mask.any():
                 edges.append(part._replace(stamp_ns=stamps).rows(mask))
         return edges
 
-    def _timed(
+    def _select_times(
         self,
         topic: str,
         messages: Sequence[Message],
         stamp_ns: I64,
         part: str = "",
     ) -> tuple[I64, Mask]:
-        """Return the times that count (N,) [ns], and which messages to keep, as :meth:`_kept`.
+        """Return the times that count (N,) [ns], and which messages to keep
+        (:meth:`_ascending_mask`).
 
         Raises SourceError also for a stamp of 0 where stamps count.
         """
@@ -480,7 +483,7 @@ class LogIndex:
         if self._clock == "log_time":
             stamp_ns = log_ns
         elif not stamp_ns.all():
-            self._stamp(topic, messages[int(np.argmin(stamp_ns != 0))], 0)
+            self._choose_stamp(topic, messages[int(np.argmin(stamp_ns != 0))], 0)
         return stamp_ns, self._ascending_mask(
             topic + part,
             stamp_ns,
@@ -488,7 +491,7 @@ class LogIndex:
             [message.place for message in messages],
         )
 
-    def _stamp(self, topic: str, message: Message, stamp_ns: int) -> int:
+    def _choose_stamp(self, topic: str, message: Message, stamp_ns: int) -> int:
         if self._clock == "log_time":
             return message.log_ns
         if not stamp_ns:

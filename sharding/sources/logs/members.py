@@ -88,7 +88,7 @@ class LogMembers:
         self._form = form
         self._file = recordings.log_file
         self._reader = cache(lambda topic: Reader(recordings.topics[topic]))
-        self._all_places = cache(self._places)
+        self._all_places = cache(self._list_places)
         self.num_decoded = 0
 
     def points(self, job: Job) -> F32:
@@ -207,7 +207,7 @@ class LogMembers:
                 groups[-1] = groups[-1]._replace(last=number)
         return groups
 
-    def _places(self, log: str, topic: str) -> list[Locator]:
+    def _list_places(self, log: str, topic: str) -> list[Locator]:
         parts = [self._file(name).places(topic) for name in dict(self._recordings.logs)[log]]
         if any(part != sorted(part) for part in parts):
             raise SourceError(

@@ -100,7 +100,7 @@ class LogSource(FrameSource[LogSettings]):
         assert self.channels is not None, "they are checked first"
         self.topics.check(f"the {self.kind} source '{self.files.shown}'")
         self.time_base = (
-            "unix" if self._is_unix(self._indexed(self.recordings.logs[0][0])) else "boot"
+            "unix" if self._is_unix(self._open_index(self.recordings.logs[0][0])) else "boot"
         )
         self.image_boxes = {
             channel: f"of topic {topic}; row is -1" for channel, topic in self.given.boxes2d.items()
@@ -113,7 +113,7 @@ class LogSource(FrameSource[LogSettings]):
         reference = self.topics.reference
         self.noted.update(self.recordings.noted)
         for name, files in self.recordings.logs:
-            index = self._indexed(name)
+            index = self._open_index(name)
             if self._is_unix(index) != (self.time_base == "unix"):
                 first = self.recordings.logs[0][0]
                 raise SourceError(
@@ -147,7 +147,7 @@ class LogSource(FrameSource[LogSettings]):
     def poses(self, clip: Clip) -> Trajectory | None:
         """Return the poses of the log's transforms, or of the Odometry topic."""
         settings = self.given
-        index = self._indexed(clip.log_id)
+        index = self._open_index(clip.log_id)
         if not self.has_poses:
             return None
         if settings.poses == "tf":
@@ -175,7 +175,7 @@ class LogSource(FrameSource[LogSettings]):
         """Yield a frame for each remaining message of the reference."""
         log, times = self._cuts[clip.name]
         poses = self.poses(clip) if self.given.radars else None
-        return FrameMaker(self._indexed(log), self.topics, self.noted, poses).frames(times)
+        return FrameMaker(self._open_index(log), self.topics, self.noted, poses).frames(times)
 
     def points(self, ref: str) -> F32:
         """Read a sweep."""
@@ -238,7 +238,7 @@ class LogSource(FrameSource[LogSettings]):
         stamps = index.series[topics[self.topics.reference]].stamps
         return not len(stamps) or bool(stamps[0] >= _YEAR_2000_NS)
 
-    def _indexed(self, log: str) -> LogIndex:
+    def _open_index(self, log: str) -> LogIndex:
         """Return the index of a log; keep that of the last one."""
         if self._index is None or self._index.name != log:
             files = next(files for name, files in self.recordings.logs if name == log)

@@ -72,9 +72,7 @@ class LogTopics:
         """The topic of positions, empty without one; raises ConfigError for a missing one that
         the options name.
         """
-        topics = sorted(
-            name for name, topic in self._recordings.topics.items() if topic.type in FIXES
-        )
+        topics = self._recordings.list_topics(FIXES)
         if self.given.gps and self.given.gps not in topics:
             raise ConfigError(f"gps: '{self.given.gps}' is not one of: {', '.join(topics) or '-'}")
         return self.given.gps or next(iter(topics), "")
@@ -150,14 +148,12 @@ class LogTopics:
                 or "none"
             )
             raise SourceError(f"{where} has no image topic; topics: {listed}")
-        of_boxes = sorted(
-            name for name, candidate in self._recordings.topics.items() if candidate.type in MARKS
-        )
+        box_topics = self._recordings.list_topics(MARKS)
         for channel, name in self.given.boxes2d.items():
-            if channel not in self.cameras or name not in of_boxes:
+            if channel not in self.cameras or name not in box_topics:
                 raise ConfigError(
                     f"boxes2d: '{name}' of {channel} must be a topic of boxes, and of a "
-                    f"camera; such topics: {', '.join(of_boxes) or 'none'}; cameras: "
+                    f"camera; such topics: {', '.join(box_topics) or 'none'}; cameras: "
                     f"{', '.join(self.cameras)}"
                 )
         channels_known = [*self.cameras, *self.lidars, *self.given.radars]
@@ -186,14 +182,7 @@ class LogTopics:
         if self.given.poses not in ("tf", "none"):
             topic = self._recordings.topics.get(self.given.poses)
             if topic is None or topic.type not in POSES:
-                names = sorted(
-                    name
-                    for name, candidate in self._recordings.topics.items()
-                    if candidate.type in POSES
-                )
-                raise ConfigError(
-                    f"poses: '{self.given.poses}' is not tf, none or one of: "
-                    f"{', '.join(names) or '-'}"
-                )
+                names = ", ".join(self._recordings.list_topics(POSES)) or "-"
+                raise ConfigError(f"poses: '{self.given.poses}' is not tf, none or one of: {names}")
         if self.videos:
             check_decoder(f"topic '{self.videos[0]}'")

@@ -85,9 +85,7 @@ class SceneRows(NamedTuple):
     radars: list[dict[str, Sweep]]
 
     def row_of(self, number: int, channel: str) -> int:
-        """Return the row of ``sample_data`` that sample number ``at`` has of a sensor, -1 for
-        none.
-        """
+        """Return the row of ``sample_data`` that a sample has of a sensor, -1 for none."""
         return int(
             self.keyframes.sensor_rows[self.samples[number], self.keyframes.channels.index(channel)]
         )
@@ -154,16 +152,16 @@ class SensorPoses:
         """
         table = self._calibrated
         columns = self._calibrated.columns
-        of_camera = np.isin(table.links["sensor_token"], list(cameras))
+        is_camera = np.isin(table.links["sensor_token"], list(cameras))
         lengths = columns["camera_distortion"][:, 0].astype(np.int64)
         for row in np.flatnonzero(
-            of_camera & np.isnan(columns["camera_intrinsic"][:, 0, 0])
+            is_camera & np.isnan(columns["camera_intrinsic"][:, 0, 0])
         ).tolist():
             raise SourceError(
                 f"table 'calibrated_sensor': camera row '{table.tokens[row]}' has no 3 x 3 "
                 "intrinsics"
             )
-        for row in np.flatnonzero(of_camera & ~np.isin(lengths, list(LENS_OF_LENGTH))).tolist():
+        for row in np.flatnonzero(is_camera & ~np.isin(lengths, list(LENS_OF_LENGTH))).tolist():
             allowed = ", ".join(f"{length} ({model})" for length, model in LENS_OF_LENGTH.items())
             raise SourceError(
                 f"table 'calibrated_sensor': camera row '{table.tokens[row]}' has "

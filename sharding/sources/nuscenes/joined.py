@@ -69,36 +69,36 @@ class Field(NamedTuple):
     default: Any = msgspec.NODEFAULT
 
 
-def _numbers(dtype: DTypeLike) -> Callable[[list[Any]], Any]:
+def _stack_numbers(dtype: DTypeLike) -> Callable[[list[Any]], Any]:
     return lambda values: np.fromiter(values, dtype, len(values))
 
 
-def _vectors(length: int) -> Callable[[list[Any]], Any]:
+def _stack_vectors(length: int) -> Callable[[list[Any]], Any]:
     return lambda values: vectors(values, length)
 
 
-def _velocities(values: list[Any]) -> Any:
+def _stack_velocities(values: list[Any]) -> Any:
     return vectors([value or (np.nan,) * 3 for value in values], 3)
 
 
-def _sides(values: list[int | None]) -> Any:
+def _stack_sides(values: list[int | None]) -> Any:
     return np.array([value or 0 for value in values], np.int32)
 
 
-def _point_counts(values: list[int | None]) -> Any:
+def _stack_point_counts(values: list[int | None]) -> Any:
     """Return numbers of points, -1 for null and for negative ones."""
     # NaN stands for null; fmax takes the other.
     return np.fmax(np.array(values, np.float64), -1).astype(np.int32)
 
 
-def _intrinsics(values: list[Sequence[Sequence[float]]]) -> Any:
+def _stack_intrinsics(values: list[Sequence[Sequence[float]]]) -> Any:
     """Return K (R, 3, 3), NaN for what is not a camera."""
     nothing = (np.nan,) * 9
     flat = [(*rows[0], *rows[1], *rows[2]) if len(rows) == 3 else nothing for rows in values]
     return vectors(flat, 9).reshape(-1, 3, 3)
 
 
-def _lenses(values: list[Sequence[float] | None]) -> Any:
+def _stack_lenses(values: list[Sequence[float] | None]) -> Any:
     """Return the number of lens coefficients, none where all are 0, and then these, as (R, 15)."""
     lenses = [value if value and any(value) else () for value in values]
     rows = []
@@ -112,19 +112,25 @@ _Vector3 = tuple[float, float, float]
 _Vector4 = tuple[float, float, float, float]
 _Points = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)] | None
 _COLUMNS: Final = {
-    "timestamp": Field(int, _numbers(np.int64)),  # [us]
+    "timestamp": Field(int, _stack_numbers(np.int64)),  # [us]
     "filename": Field(str, list),
-    "is_valid": Field(bool, _numbers(np.bool_), True),  # T4 marks data to be ignored with false
-    "width": Field(int | None, _sides, 0),
-    "height": Field(int | None, _sides, 0),
-    "translation": Field(_Vector3, _vectors(3)),
-    "rotation": Field(_Vector4, _vectors(4)),
-    "size": Field(_Vector3, _vectors(3)),  # width, length, height
-    "velocity": Field(_Vector3 | None, _velocities, None),  # [m/s] in global (T4); null is unknown
-    "num_lidar_pts": Field(_Points, _point_counts, -1),
-    "num_radar_pts": Field(_Points, _point_counts, -1),
-    "camera_intrinsic": Field(tuple[_Vector3, ...], _intrinsics),
-    "camera_distortion": Field(tuple[float, ...] | None, _lenses, ()),  # of T4, in OpenCV's order
+    "is_valid": Field(
+        bool, _stack_numbers(np.bool_), True
+    ),  # T4 marks data to be ignored with false
+    "width": Field(int | None, _stack_sides, 0),
+    "height": Field(int | None, _stack_sides, 0),
+    "translation": Field(_Vector3, _stack_vectors(3)),
+    "rotation": Field(_Vector4, _stack_vectors(4)),
+    "size": Field(_Vector3, _stack_vectors(3)),  # width, length, height
+    "velocity": Field(
+        _Vector3 | None, _stack_velocities, None
+    ),  # [m/s] in global (T4); null is unknown
+    "num_lidar_pts": Field(_Points, _stack_point_counts, -1),
+    "num_radar_pts": Field(_Points, _stack_point_counts, -1),
+    "camera_intrinsic": Field(tuple[_Vector3, ...], _stack_intrinsics),
+    "camera_distortion": Field(
+        tuple[float, ...] | None, _stack_lenses, ()
+    ),  # of T4, in OpenCV's order
 }
 _CHECKED: Final = ("translation", "rotation", "size")
 _LINKS: Final = {
@@ -168,7 +174,7 @@ _ATTRIBUTES: Final = "attribute_tokens"
 
 
 @cache
-def _record_type(table: str, stored: Stored) -> Any:
+def _make_record_type(table: str, stored: Stored) -> Any:
     """Return the type of a table's records."""
     fields: list[Any] = [
         (name, _COLUMNS[name].type, _COLUMNS[name].default) for name in stored.columns
@@ -193,7 +199,7 @@ def _record_type(table: str, stored: Stored) -> Any:
     )
 
 
-def _tokens(records: list[Any], field: str) -> list[str]:
+def _list_tokens(records: list[Any], field: str) -> list[str]:
     """Return the tokens of a link, "" for none; of several attributes the first counts."""
     field_tokens = list(map(attrgetter(field), records))
     if field == _ATTRIBUTES:
@@ -287,9 +293,9 @@ class JoinedTable:
         self.columns: dict[str, Any] = {}
         for field in stored.columns:
             empty = _COLUMNS[field].column([])
-            of_numbers = isinstance(empty, np.ndarray)
+            is_numeric = isinstance(empty, np.ndarray)
             self.columns[field] = (
-                disk.column(empty.dtype, empty.shape[1:]) if of_numbers else disk.texts()
+                disk.column(empty.dtype, empty.shape[1:]) if is_numeric else disk.texts()
             )
         self.links: dict[str, Any] = {
             field: disk.column(np.int64) for field in self.to.keys() - self.link_texts
@@ -312,7 +318,7 @@ class JoinedTable:
                 check_finite(values, tokens_added, table=self.name, column=field)
             column.append(values)
         for field, tokens in self.link_texts.items():
-            tokens.append(_tokens(records, field))
+            tokens.append(_list_tokens(records, field))
         for field, row_numbers in rows.items():
             self.links[field].append(row_numbers)
 
@@ -360,14 +366,14 @@ class Joined:
         poses = TextFilter()
         for name, stored in plan.items():
             table = self._tables[name] = JoinedTable(name, stored, disk)
-            for piece in tables.read(name, _record_type(name, stored)):
+            for piece in tables.read(name, _make_record_type(name, stored)):
                 records: list[Any] = piece
                 if name == "ego_pose":
                     # nuScenes has a pose for each of 2.6 million rows, and few are of keyframes.
                     records = poses.select(records, list(map(_TOKEN, records)))
                 elif stored.keyframes:
                     records = [record for record in records if record.is_key_frame]
-                added = self._add(table, records)
+                added = self._add_records(table, records)
                 if name == "sample_data":
                     poses.add([record.ego_pose_token for record in added])
             table.close()
@@ -406,7 +412,7 @@ class Joined:
     def __getitem__(self, name: str) -> JoinedTable:
         return self._tables[name]
 
-    def _add(self, table: JoinedTable, records: list[Any]) -> list[Any]:
+    def _add_records(self, table: JoinedTable, records: list[Any]) -> list[Any]:
         """Add what is wanted of some records, and return it."""
         required = {
             field: self[link.to].tokens for field, link in table.to.items() if link.if_cut == "drop"
@@ -416,7 +422,7 @@ class Joined:
         rows = dict[str, I64]()
         for field in table.links:
             link = table.to[field]
-            tokens = _tokens(records, field)
+            tokens = _list_tokens(records, field)
             rows[field] = self[link.to].tokens.find(tokens)
             if field not in table.stored.may_dangle:
                 self[link.to].tokens.check(

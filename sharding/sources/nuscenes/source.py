@@ -329,7 +329,7 @@ class NuScenesSource(TableSource[NuScenesOptions]):
             own_channels = OwnChannels(
                 tuple(channel for channel in load_channels(tables) if lies_on(channel, rig))
             )
-            groups = self._chosen(tables, out.disk)
+            groups = self._make_groups(tables, out.disk)
             self._groups = [own_channels, *groups.values()]
             if settings.sweeps:
                 self._groups.append(
@@ -380,7 +380,7 @@ class NuScenesSource(TableSource[NuScenesOptions]):
             splits=splits,
         )
 
-    def _chosen(self, tables: Tables, disk: Disk) -> dict[GroupName, Group]:
+    def _make_groups(self, tables: Tables, disk: Disk) -> dict[GroupName, Group]:
         """Return the groups that the option ``channels`` names, in the order of the table of
         channels.
         """

@@ -157,14 +157,14 @@ class T4(TableSource[T4Settings]):
         if _FOLDER in names:
             return [""]
         for name in names:
-            inside = _inside(self.files, name)
+            inside = _list_inside(self.files, name)
             if _FOLDER in inside:
                 folders.append(f"{name}/")
                 continue
             versions = [
                 version
                 for version in inside
-                if version.isdigit() and _FOLDER in _inside(self.files, f"{name}/{version}")
+                if version.isdigit() and _FOLDER in _list_inside(self.files, f"{name}/{version}")
             ]
             if versions:
                 folders.append(f"{name}/{max(versions, key=int)}/")
@@ -231,11 +231,11 @@ class T4(TableSource[T4Settings]):
             maps: list[str] = []
             if self.given.map:
                 map_folder, _, map_name = lanelet2.FILE.partition("/")
-                if map_name in _inside(self.files, f"{dataset}{map_folder}"):
+                if map_name in _list_inside(self.files, f"{dataset}{map_folder}"):
                     maps = [f"{dataset}{lanelet2.FILE}"]
             series = {}
             if self.given.vehicle_state and self.given.series:
-                series[self._state_channel.name] = signal_series(*self._states(dataset))
+                series[self._state_channel.name] = signal_series(*self._read_states(dataset))
             yield Clip(
                 name=dataset.partition("/")[0] or scene.name,
                 token=dataset or scene.token,
@@ -256,7 +256,9 @@ class T4(TableSource[T4Settings]):
             disk = Disk(self._folder)
             joined = Joined(self._tables(dataset), disk, T4_KEYFRAMES)
             keyframes = Keyframes(joined, disk, None, dataset, stay=False)
-            in_images = self._in_images(joined, dataset) if self.given.boxes2d else None
+            in_images = (
+                self._read_image_annotations(joined, dataset) if self.given.boxes2d else None
+            )
         ((_, samples),) = keyframes.scenes()
         rows = keyframes.scene_rows(samples)
         boxes = Annotations(joined, disk).scene_boxes(rows, self.box_attributes)
@@ -268,7 +270,7 @@ class T4(TableSource[T4Settings]):
         states: list[list[Reference]] = [[] for _ in rows.timestamp_us]
         if self.given.vehicle_state and not self.given.series:
             times_ns = [timestamp_us * NS_PER_US for timestamp_us in rows.timestamp_us]
-            states = signals(self._state_channel, *self._states(dataset), times_ns)
+            states = signals(self._state_channel, *self._read_states(dataset), times_ns)
         for number, own_boxes in enumerate(boxes):
             ego2global = (
                 None if np.isnan(rows.ego2global[number, 0, 0]) else rows.ego2global[number]
@@ -293,7 +295,7 @@ class T4(TableSource[T4Settings]):
             }
             members: list[Reference | FileMember] = [*states[number]]
             if self.given.radars:
-                members += self._radars(rows, number)
+                members += self._iter_radars(rows, number)
             if windows is not None and ego2global is not None:
                 members.append(windows.make_window(dataset, ego2global))
             yield Frame(
@@ -307,7 +309,7 @@ class T4(TableSource[T4Settings]):
                 token=rows.tokens[number],
             )
 
-    def _states(self, dataset: str) -> tuple[I64, F64]:
+    def _read_states(self, dataset: str) -> tuple[I64, F64]:
         """Return times [ns] and numbers of the vehicle's states; note a dataset without them."""
         rows = []
         if f"{vehicle_state.TABLE}.json" in self.files.listed(f"{dataset}{_FOLDER}"):
@@ -316,7 +318,7 @@ class T4(TableSource[T4Settings]):
             self.noted[f"datasets without {vehicle_state.TABLE}"] += 1
         return vehicle_state.state_signals(rows)
 
-    def _radars(self, rows: SceneRows, number: int) -> Iterator[FileMember]:
+    def _iter_radars(self, rows: SceneRows, number: int) -> Iterator[FileMember]:
         """Yield the radars of a sample, in ego at its time; note files of JSON, and leave them
         out.
         """
@@ -345,7 +347,7 @@ class T4(TableSource[T4Settings]):
                     num_bytes=_RADAR_BYTES,
                 )
 
-    def _in_images(
+    def _read_image_annotations(
         self, joined: Joined, dataset: str
     ) -> dict[str, list[tuple[_ImageAnnotation, str]]]:
         """Return annotations in images with their categories, by row of ``sample_data``."""
@@ -370,7 +372,7 @@ class T4(TableSource[T4Settings]):
         return annotations
 
 
-def _inside(files: SourceFiles, folder: str) -> list[str]:
+def _list_inside(files: SourceFiles, folder: str) -> list[str]:
     try:
         return files.listed(folder)
     except SourceError:

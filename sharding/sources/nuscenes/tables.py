@@ -161,7 +161,7 @@ class Tables:
 
     def beside(self, name: str, kind: type[T], problem: str) -> T | None:
         """Return a JSON file beside the tables, None where it is not there; raise SourceError
-        saying ``what`` it is.
+        with the ``problem`` of another one.
         """
         if name not in self.files.listed(self.folder):
             return None
@@ -201,7 +201,7 @@ class Tables:
             open_file(self.files, f"{self.folder}/{table}.json", _AHEAD) as file,
         ):
             try:
-                for records in _pieces(file, path, decode):
+                for records in _decode_pieces(file, path, decode):
                     yield records
                     count += len(records)
             except msgspec.ValidationError as error:
@@ -215,7 +215,9 @@ class Tables:
         return [record for piece in self.read(table, kind) for record in piece]
 
 
-def _pieces(file: BinaryIO, path: str, decode: Callable[[bytes], list[R]]) -> Iterator[list[R]]:
+def _decode_pieces(
+    file: BinaryIO, path: str, decode: Callable[[bytes], list[R]]
+) -> Iterator[list[R]]:
     """Cut a JSON list of objects into lists of whole objects, and decode those.
 
     A piece ends between two records: ``}``, white space, ``,``, white space, ``{``. A cut inside a

@@ -58,13 +58,13 @@ class _Array:
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         _, shape, form, is_fortran, data = state
-        self._values = _filled(data, form, shape, "F" if is_fortran else "C")
+        self._values = _fill_array(data, form, shape, "F" if is_fortran else "C")
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
         return np.array(self._values, dtype, copy=copy)
 
 
-def _filled(
+def _fill_array(
     data: bytes,
     form: _Form,
     shape: tuple[int, ...],
@@ -98,8 +98,8 @@ _NAMES: Final[dict[tuple[str, str], Callable[..., Any]]] = {
 }
 for _core in ("numpy.core", "numpy._core"):
     _NAMES[f"{_core}.multiarray", "_reconstruct"] = lambda *_: _Array()
-    _NAMES[f"{_core}.multiarray", "scalar"] = lambda form, data: _filled(data, form, ()).item()
-    _NAMES[f"{_core}.numeric", "_frombuffer"] = lambda *values: _Array(_filled(*values))
+    _NAMES[f"{_core}.multiarray", "scalar"] = lambda form, data: _fill_array(data, form, ()).item()
+    _NAMES[f"{_core}.numeric", "_frombuffer"] = lambda *values: _Array(_fill_array(*values))
 
 
 class _Reader(pickle._Unpickler):  # noqa: SLF001 - the class in Python has no public name

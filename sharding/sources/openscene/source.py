@@ -192,22 +192,22 @@ class OpenScene(FrameSource[OpenSceneSettings]):
         where: str,
     ) -> Frame:
         lidar2ego = pose(
-            _numbers(row["lidar2ego_rotation"], 4),
-            _numbers(row["lidar2ego_translation"], 3),
+            _read_numbers(row["lidar2ego_rotation"], 4),
+            _read_numbers(row["lidar2ego_translation"], 3),
             where,
         )
         images = {}
         for name, camera in row["cams"].items():
             to_lidar = np.eye(4)
-            to_lidar[:3, :3] = _numbers(camera["sensor2lidar_rotation"], 3, 3)
-            to_lidar[:3, 3] = _numbers(camera["sensor2lidar_translation"], 3)
+            to_lidar[:3, :3] = _read_numbers(camera["sensor2lidar_rotation"], 3, 3)
+            to_lidar[:3, 3] = _read_numbers(camera["sensor2lidar_translation"], 3)
             images[name.lower()] = Image(
                 ref=f"{blobs}/{camera['data_path']}",
                 timestamp_ns=time_ns,
-                intrinsics=_numbers(camera["cam_intrinsic"], 3, 3),
+                intrinsics=_read_numbers(camera["cam_intrinsic"], 3, 3),
                 cam2ego=lidar2ego @ to_lidar,
                 ego2global=ego2global,
-                dist=tuple(_numbers(camera["distortion"], 5).tolist()),
+                dist=tuple(_read_numbers(camera["distortion"], 5).tolist()),
                 dist_model="opencv_radtan",
             )
         boxes = None
@@ -223,8 +223,8 @@ class OpenScene(FrameSource[OpenSceneSettings]):
                 track=[str(token) for token in np.asarray(labels["track_tokens"]).tolist()],
                 velocity=velocity @ lidar2ego[:3, :3].T,
             )
-        state = _numbers(row["ego_dynamic_state"], 4)
-        command = _numbers(row["driving_command"], len(_COMMANDS))
+        state = _read_numbers(row["ego_dynamic_state"], 4)
+        command = _read_numbers(row["driving_command"], len(_COMMANDS))
         lights = [(int(lane), int(is_red)) for lane, is_red in row["traffic_lights"]]
         route = [int(name) for name in row["roadblock_ids"]]
         return Frame(
@@ -262,7 +262,7 @@ class OpenScene(FrameSource[OpenSceneSettings]):
         return parse_points(self.files.read(ref), _POINTS, f"file '{self.files.shown}/{ref}'")
 
 
-def _numbers(value: Any, *shape: int) -> F64:
+def _read_numbers(value: Any, *shape: int) -> F64:
     """Return an array of this shape."""
     array: F64 = np.asarray(value, np.float64)
     if array.shape != shape:

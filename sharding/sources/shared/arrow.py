@@ -94,8 +94,9 @@ def read_feather(
 def open_mapped(mapped: pa.Buffer, where: str, *, read_whole: bool = False) -> Any:
     """Return pyarrow's reader of a mapped Arrow file or stream.
 
-    Raises SourceError, naming ``where``, for a record batch, or for a ``whole`` table, that takes
-    more than its limit when it is decompressed. What is not compressed stays in the file.
+    Raises SourceError, naming ``where``, for a record batch, or with ``read_whole`` for a table,
+    that takes more than its limit when it is decompressed. What is not compressed stays in the
+    file.
     """
     with parsing(where):
         is_file = mapped[: len(ARROW_MAGIC)].to_pybytes() == ARROW_MAGIC
@@ -212,6 +213,25 @@ def check_unique(names: Sequence[Any], where: str, noun: str) -> None:
         raise SourceError(f"{where} has two rows for {noun} {twice}")
 
 
+def unique_pairs(
+    table: Mapping[str, NDArray[Any]], names: tuple[str, str], where: str, noun: str
+) -> list[tuple[Any, Any]]:
+    """Return the pairs of values of two columns; raise SourceError, naming ``where``, for one that
+    is there twice.
+    """
+    first, second = (table[name].tolist() for name in names)
+    pairs = list(zip(first, second, strict=True))
+    check_unique(pairs, where, noun)
+    return pairs
+
+
+def is_list(kind: pa.DataType) -> bool:
+    """Return whether a column of this type has lists."""
+    return bool(
+        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    )
+
+
 def read_parquet(
     files: SourceFiles,
     name: str,
@@ -219,8 +239,8 @@ def read_parquet(
     *,
     read_whole: bool = False,
 ) -> dict[str, NDArray[Any]]:
-    """Read these columns of a Parquet file, in these types (:func:`columns`); ``whole`` as in
-    :func:`open_parquet`.
+    """Read these columns of a Parquet file, in these types (:func:`columns`); ``read_whole`` as
+    in :func:`open_parquet`.
     """
     where = f"table '{files.shown}/{name}'"
     with open_parquet(files, name, read_whole=read_whole) as file:
@@ -234,7 +254,7 @@ def read_parquet(
 
 
 def open_parquet(files: SourceFiles, name: str, *, read_whole: bool = False) -> BoundedParquet:
-    """Open a file; at a URL by ranges, or ``whole``, which no scan needs.
+    """Open a file; at a URL by ranges, or with ``read_whole`` at once, which no scan needs.
 
     Raise SourceError for other files.
     """
@@ -417,9 +437,7 @@ def _count_expanded_bytes(array: pa.Array) -> int:
         parts = [array.field(number) for number in range(kind.num_fields)]
     elif pa.types.is_map(kind):
         parts = [array.keys, array.items]
-    elif (
-        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-    ):
+    elif is_list(kind):
         parts = [array.values]
     else:
         parts = []

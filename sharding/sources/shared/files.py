@@ -165,7 +165,7 @@ class FolderFiles(_VisibleNames):
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError) as error:
-            raise _unread(path, error) from error
+            raise _make_read_error(path, error) from error
         if stat.S_IFMT(status.st_mode) not in (stat.S_IFREG, stat.S_IFDIR):
             # A FIFO would wait for a writer.
             raise SourceError(f"'{path}' is a FIFO, socket or device; wanted is a file")
@@ -207,7 +207,7 @@ class FolderFiles(_VisibleNames):
     ) -> bytes:
         """Read a file, or a range of it; fewer bytes where it ends before.
 
-        Refuse more than ``most``.
+        Refuse more than ``limit``.
         """
         # A file object takes twice as long, and scans read many heads.
         descriptor = self.descriptor(name)
@@ -220,7 +220,7 @@ class FolderFiles(_VisibleNames):
             with open(descriptor, "rb", buffering=0, closefd=False) as file:
                 return file.read()
         except OSError as error:
-            raise _unread(f"{self._root}/{name}", error) from error
+            raise _make_read_error(f"{self._root}/{name}", error) from error
         finally:
             os.close(descriptor)
 
@@ -233,7 +233,7 @@ class FolderFiles(_VisibleNames):
             except PermissionError:  # it may be a link to another folder of the source
                 return open_descriptor(self._follow_links(path))
         except (OSError, ValueError) as error:
-            raise _unread(path, error) from error
+            raise _make_read_error(path, error) from error
 
     def path(self, name: str) -> str | None:
         """Return the path of a regular file, or of a missing one, for a library that opens it;
@@ -259,7 +259,7 @@ class FolderFiles(_VisibleNames):
         try:
             target = os.path.realpath(path)
         except (OSError, ValueError) as error:
-            raise _unread(path, error) from error
+            raise _make_read_error(path, error) from error
         if not any(
             target == root or target.startswith(f"{root.rstrip('/')}/") for root in self._roots
         ):
@@ -316,17 +316,17 @@ class UrlFiles(_VisibleNames):
         top, in_folder, _ = name.partition("/")
         top = top if in_folder else ""
         if top not in self._listings.folders:
-            listed = functools.partial(self._listed, self._root)
+            listed = functools.partial(self._list_folder, self._root)
             self._listings.add(
                 top,
-                self._walk_pages(top) if in_folder else [self._files_in(self._try("", listed))],
+                self._walk_pages(top) if in_folder else [self._select_files(self._try("", listed))],
             )
         return self._listings.facts(name)
 
     def listed(self, folder: str = "") -> list[str]:
         """Return the names under a prefix, without hidden ones."""
         path = self._path(folder).rstrip("/")
-        entries = self._try(folder, functools.partial(self._listed, path))
+        entries = self._try(folder, functools.partial(self._list_folder, path))
         if not entries:
             raise SourceError(f"'{self.shown}/{folder}' has no objects")
         names = sorted(
@@ -339,7 +339,7 @@ class UrlFiles(_VisibleNames):
     def folders(self, folder: str = "") -> list[str]:
         """Return the prefixes under a prefix."""
         path = self._path(folder).rstrip("/")
-        entries = self._try(folder, functools.partial(self._listed, path))
+        entries = self._try(folder, functools.partial(self._list_folder, path))
         names = {entry["name"].rstrip("/") for entry in entries if entry["type"] == "directory"} - {
             path
         }
@@ -402,16 +402,16 @@ class UrlFiles(_VisibleNames):
         folders = [self._path(top)]
         while folders:
             folder = folders.pop()
-            entries = self._try(top, functools.partial(self._listed, folder))
+            entries = self._try(top, functools.partial(self._list_folder, folder))
             self._fs.invalidate_cache()
             folders += [
                 item["name"]
                 for item in entries
                 if item["type"] == "directory" and item["name"] != folder
             ]
-            yield self._files_in(entries)
+            yield self._select_files(entries)
 
-    def _files_in(self, entries: Iterable[dict[str, Any]]) -> dict[str, FileFacts]:
+    def _select_files(self, entries: Iterable[dict[str, Any]]) -> dict[str, FileFacts]:
         """Return the files among what a store says of a folder."""
         start = len(self._root) + 1
         return {
@@ -420,7 +420,7 @@ class UrlFiles(_VisibleNames):
             if item["type"] == "file"
         }
 
-    def _listed(self, folder: str) -> list[dict[str, Any]]:
+    def _list_folder(self, folder: str) -> list[dict[str, Any]]:
         try:
             entries: list[dict[str, Any]] = self._fs.ls(folder, detail=True)
         except FileNotFoundError:
@@ -489,5 +489,5 @@ def _reason(error: OSError | ValueError) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
-def _unread(path: str, error: OSError | ValueError) -> SourceError:
+def _make_read_error(path: str, error: OSError | ValueError) -> SourceError:
     return SourceError(f"file '{shortened(path)}' cannot be read: {_reason(error)}")

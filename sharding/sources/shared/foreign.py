@@ -41,7 +41,7 @@ NAN_AS_NULL: Final = "NaN and infinities in JSON, read as null outside of lists"
 @contextlib.contextmanager
 def parsing(where: str, problem: str = "cannot be read") -> Iterator[None]:
     """Turn any error that a parser raises at foreign bytes into a SourceError: ``where``,
-    ``what``, and why.
+    ``problem``, and why.
     """
     try:
         yield

@@ -108,8 +108,8 @@ def spans(
 ) -> Iterator[tuple[int, int, int, int, int]]:
     """Yield number, wire type, start and end of each field of a message, and the value of a number.
 
-    The message is from ``at`` to ``end``, by default all of ``data``. If not ``whole``, the last
-    value may end behind it. Raises ValueError for what is not a message.
+    The message is from ``position`` to ``end``, by default all of ``data``. Unless it
+    ``is_complete``, the last value may end behind it. Raises ValueError for what is not a message.
     """
     end = len(data) if end is None else end
     while position < end:

@@ -129,13 +129,13 @@ class ScanReport(msgspec.Struct, kw_only=True):
         or left out.
         """
         num_samples = self.samples + sum(self.dropped_samples.values())
-        said = [
+        lines = [
             f"scan: kept {self.samples:,} of {counted(num_samples, 'sample')}, {self.boxes:,} boxes"
         ]
         by_channel = {
             f"{name}, {why}": n for name, counts in self.masked.items() for why, n in counts.items()
         }
-        said += _format_lines(
+        lines += _format_lines(
             {
                 "dropped samples": self.dropped_samples,
                 "absent sensor members": by_channel,
@@ -150,10 +150,10 @@ class ScanReport(msgspec.Struct, kw_only=True):
             f"  noted: {_escape_name(name, limit=200)}: {number:,}"
             for name, number in sorted(self.noted.items())
         ]
-        said += noted[:_MOST_NAMES]
+        lines += noted[:_MOST_NAMES]
         if more := len(noted[_MOST_NAMES:]):
-            said.append(f"  noted: {more:,} more, in provenance.scan of the manifest")
-        said += _format_lines(
+            lines.append(f"  noted: {more:,} more, in provenance.scan of the manifest")
+        lines += _format_lines(
             {
                 "images with lens distortion (undistort=True rectifies them)": self.distorted,
                 "unmapped categories, boxes have label -1": self.unmapped,
@@ -162,15 +162,15 @@ class ScanReport(msgspec.Struct, kw_only=True):
             }
         )
         if self.unknown_points:
-            said.append(
+            lines.append(
                 f"  boxes with an unknown number of points, valid is 1: {self.unknown_points:,}"
             )
         if (
             self.boxes
             and sum(self.unmapped.values()) + sum(self.outside_classes.values()) == self.boxes
         ):
-            said.append(f"  no box has a class: the label of all {self.boxes:,} is -1")
-        return said
+            lines.append(f"  no box has a class: the label of all {self.boxes:,} is -1")
+        return lines
 
 
 def _format_lines(counts: Mapping[str, Mapping[str, float]]) -> list[str]:

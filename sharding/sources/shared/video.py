@@ -173,7 +173,7 @@ class VideoFile:
         Raises SourceError for a file whose index leads beyond its end, and as :func:`video_frames`
         does.
         """
-        with self._opened() as container:
+        with self._open() as container:
             stream = _select_stream(container)
             context = stream.codec_context
             head = (
@@ -212,9 +212,9 @@ class VideoFile:
             # A raw stream has no times: frames are counted.
             chosen = set(frame_numbers)
             number = -1
-            with self._opened() as container:
+            with self._open() as container:
                 encoder = _Encoder(form, self._where)
-                for number, frame in enumerate(self._decoded(container)):
+                for number, frame in enumerate(self._decode_frames(container)):
                     if number in chosen:
                         yield number, encoder.jpeg(frame, number)
                     if number >= frame_numbers[-1]:
@@ -240,14 +240,14 @@ class VideoFile:
         number_of = {packet.pts: position for position, packet in enumerate(order)}
         for key, run in runs:
             remaining = set(run)
-            with self._opened() as container:
+            with self._open() as container:
                 stream = _select_stream(container)
                 if key:
                     container.seek(order[key].pts, stream=stream)
                 if all(order[number].is_keyframe for number in run):
                     stream.codec_context.skip_frame = "NONKEY"
                 encoder = _Encoder(form, self._where)
-                for frame in self._decoded(container):
+                for frame in self._decode_frames(container):
                     number = number_of.get(frame.pts, -1)
                     if number in remaining:
                         remaining.remove(number)
@@ -263,7 +263,7 @@ class VideoFile:
     @cached_property
     def order(self) -> _ShownPackets:
         """The packets of the frames that are shown."""
-        with self._opened() as container:
+        with self._open() as container:
             return self._read_packets(container)
 
     def _read_packets(self, container: Any) -> _ShownPackets:
@@ -282,7 +282,7 @@ class VideoFile:
             )
         return _ShownPackets(packets, has_times=False)
 
-    def _decoded(self, container: Any) -> Iterator[Any]:
+    def _decode_frames(self, container: Any) -> Iterator[Any]:
         import av
 
         before = self.num_decoded
@@ -297,7 +297,7 @@ class VideoFile:
             ) from error
 
     @contextlib.contextmanager
-    def _opened(self) -> Iterator[Any]:
+    def _open(self) -> Iterator[Any]:
         import av
 
         try:
@@ -543,13 +543,13 @@ def _convert_planes(
     y_scale, c_scale = (1.0, 1.0) if is_full else (255 / 219, 255 / 224)
     black = 0 if is_full else 16
 
-    def mixed(of_blue: float, of_red: float) -> NDArray[np.uint8]:
+    def mix_chromas(blue_share: float, red_share: float) -> NDArray[np.uint8]:
         return np.asarray(
-            cv2.addWeighted(blue, of_blue, red, of_red, 128 * (1 - of_blue - of_red)),
+            cv2.addWeighted(blue, blue_share, red, red_share, 128 * (1 - blue_share - red_share)),
             np.uint8,
         )
 
-    chromas = [mixed(change[row, 1] * c_scale, change[row, 2] * c_scale) for row in (1, 2)]
+    chromas = [mix_chromas(change[row, 1] * c_scale, change[row, 2] * c_scale) for row in (1, 2)]
     if np.allclose(change, np.eye(3)):
         return [
             np.asarray(
@@ -558,7 +558,7 @@ def _convert_planes(
             ),
             *chromas,
         ]
-    added = mixed(_FINE * change[0, 1] * c_scale, _FINE * change[0, 2] * c_scale)
+    added = mix_chromas(_FINE * change[0, 1] * c_scale, _FINE * change[0, 2] * c_scale)
     spread = cv2.resize(added, (luma.shape[1], luma.shape[0]), interpolation=cv2.INTER_LINEAR)
     shift = -black * y_scale - 128 / _FINE
     return [

@@ -14,14 +14,15 @@ from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.settings import did_you_mean
 from fuelrail.sharding.sources.adapter.boxes import rows_by_key
 from fuelrail.sharding.sources.adapter.frame import NO_BOXES, BoxRows
-from fuelrail.sharding.sources.tables.values import TIME_COLUMNS, Rows, is_list
+from fuelrail.sharding.sources.shared.arrow import is_list
+from fuelrail.sharding.sources.tables.values import TIME_COLUMNS, Rows
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.sample.schema import F64, I64
 
 _ROTATIONS: Final = ("q_wxyz", "q_xyzw", "qw", "qx", "qy", "qz")
 _COUNTS: Final = ("num_lidar_pts", "num_radar_pts", "visibility")
-_TYPES: Final = {
+BOX_TYPES: Final = {
     **dict.fromkeys(("category", "track"), pa.string()),
     **dict.fromkeys(("x", "y", "z", "length", "width", "height", "yaw"), pa.float64()),
     **dict.fromkeys(("qw", "qx", "qy", "qz", "vx", "vy", "vz"), pa.float64()),
@@ -31,12 +32,7 @@ _TYPES: Final = {
         pa.list_(pa.float64()),
     ),
 }
-BOX_COLUMNS: Final = tuple(_TYPES)
-
-
-def box_type(name: str) -> pa.DataType | None:
-    """Return the type of a column of boxes."""
-    return _TYPES.get(name)
+BOX_COLUMNS: Final = tuple(BOX_TYPES)
 
 
 def check_box_columns(table: str, names: Sequence[str]) -> None:
@@ -92,8 +88,8 @@ def boxes_of_frames(
     in_global: bool,
     is_unix: bool,
 ) -> Sequence[BoxRows | None]:
-    """Return the boxes of a clip's frames in ``order``: of the column of ``frames``, else of the
-    table ``own``.
+    """Return the boxes of a clip's frames in ``order``: of the column of ``rows``, else of
+    ``box_table``.
 
     Of a table they are the rows with exactly the times (F,) [ns] of the frames: a frame without
     rows is not labelled, and a row without a category says that it is labelled. Raises SourceError

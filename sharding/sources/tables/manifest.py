@@ -48,7 +48,7 @@ from fuelrail.sharding.sources.shared.video import (
     libraries,
 )
 from fuelrail.sharding.sources.tables.boxes import (
-    box_type,
+    BOX_TYPES,
     boxes_of_frames,
     check_box_columns,
 )
@@ -72,7 +72,6 @@ from fuelrail.sharding.sources.tables.matching import SensorRows, ascending
 from fuelrail.sharding.sources.tables.members import (
     Paths,
     RowFiles,
-    add_columns,
 )
 from fuelrail.sharding.sources.tables.tables import (
     EXTENSIONS,
@@ -291,7 +290,7 @@ class Manifest(FrameSource[ManifestSettings]):
             check_decoder(f"'{self.files.shown}'")
         with tempfile.TemporaryDirectory(prefix="fuelrail-") as scratch:
             for stem, name in self._names.items():
-                batches = self._batches(name, box_type if stem == "boxes" else type_of)
+                batches = self._batches(name, BOX_TYPES.get if stem == "boxes" else type_of)
                 self._tables[stem] = Table(
                     f"{self._table_files.shown}/{name}",
                     batches,
@@ -516,26 +515,21 @@ class Manifest(FrameSource[ManifestSettings]):
             for prefix in self._prefixes:
                 calibrations = self._complete_calibration(clip, rows, prefix)
                 sensor_times = rows.times(prefix, is_unix=self._is_unix)
-                times_ns = (
-                    times
-                    if sensor_times is None
-                    else np.where(sensor_times < 0, times, sensor_times)
-                )
-                is_calibrated = self._calibrations is not None
+                if sensor_times is None:
+                    sensor_times = times
                 files = RowFiles(
                     self._paths,
                     rows,
                     prefix,
-                    times_ns,
-                    is_calibrated=is_calibrated,
+                    np.where(sensor_times < 0, times, sensor_times),
+                    is_calibrated=self._calibrations is not None,
                 )
-                add_columns(
-                    files,
-                    prefix=prefix,
-                    calibrations=calibrations,
-                    images=images,
-                    sweeps=sweeps,
-                )
+                kind, name, _ = prefix.split(".")
+                for row, calibration in enumerate(calibrations):
+                    if kind == "cam":
+                        images[row][name.lower()] = files.image(row, calibration)
+                    elif (sweep := files.sweep(row, calibration)) is not None:
+                        sweeps[row][name.lower()] = sweep
         if sensors is not None:
             into = [(images[row], sweeps[row]) for row in order.tolist()]
             sensors.add(times[order], self.given.tolerance_ms, into)
@@ -551,21 +545,18 @@ class Manifest(FrameSource[ManifestSettings]):
             in_global=self.given.boxes_in == "global",
             is_unix=self._is_unix,
         )
-        free = {} if rows is None else {name: rows.column(name).to_pylist() for name in self._free}
-        values = (
-            {}
-            if rows is None
-            else {name: rows.column(VALUE + name).to_pylist() for name in self._values}
-        )
+        attributes: dict[str, list[Any]] = {}
+        values: dict[str, list[Any]] = {}
         masks: list[list[FileMember]] = [[] for _ in times]
-        for column, channel in self._masks.items():
-            if rows is None:
-                break
-            for row, path in enumerate(rows.texts(column)):
-                if path:
-                    ref = self._paths.reference(rows, row, path)
-                    hint = f"leave the column {column} empty where there is no mask"
-                    masks[row].append(mask_member(channel, ref, hint))
+        if rows is not None:
+            attributes = {name: rows.column(name).to_pylist() for name in self._free}
+            values = {name: rows.column(VALUE + name).to_pylist() for name in self._values}
+            for column, channel in self._masks.items():
+                hint = f"leave the column {column} empty where there is no mask"
+                for row, path in enumerate(rows.texts(column)):
+                    if path:
+                        ref = self._paths.reference(rows, row, path)
+                        masks[row].append(mask_member(channel, ref, hint))
         for number, row in enumerate(order.tolist()):
             yield Frame(
                 timestamp_ns=int(times[row]),
@@ -575,10 +566,8 @@ class Manifest(FrameSource[ManifestSettings]):
                 boxes=boxes[number],
                 members=masks[row],
                 values={name: column[row] for name, column in values.items()},
-                attributes={name: column[row] for name, column in free.items()},
+                attributes={name: column[row] for name, column in attributes.items()},
             )
-
-    # Wide: columns of the frame's row.
 
     def _complete_calibration(self, clip: Clip, rows: Rows, prefix: str) -> list[RowCalibration]:
         """Return the calibration of the sensor with this prefix of columns, completed from

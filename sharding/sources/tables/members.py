@@ -5,7 +5,7 @@ video.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -45,7 +45,7 @@ class Paths:
         self._files = files
         self._shown = files.shown
         self._ignore_zeros = ignore_zeros
-        self._members_of = lru_cache(maxsize=4)(self._members)
+        self._members_of = lru_cache(maxsize=4)(self._list_members)
         self.videos = Videos(files, self.inside, only_keyframes=only_keyframes)
 
     def inside(self, path: str) -> str:
@@ -101,7 +101,7 @@ class Paths:
             return f"{tar}#{member.offset}+{member.length}"
         return self._inside(rows, row, path)
 
-    def _members(self, tar: str) -> dict[str, Member]:
+    def _list_members(self, tar: str) -> dict[str, Member]:
         members = tar_members(self._files, tar, ignore_zeros=self._ignore_zeros)
         return {member.name: member for member in members}
 
@@ -232,21 +232,3 @@ class RowFiles:
             lidar2ego=lidar2ego,
             ego2global=self._poses[row],
         )
-
-
-def add_columns(
-    files: RowFiles,
-    prefix: str,
-    calibrations: Sequence[RowCalibration],
-    images: Sequence[dict[str, Image | Absent]],
-    sweeps: Sequence[dict[str, Sweep]],
-) -> None:
-    """Add to the images or sweeps of all rows those of the sensor whose columns begin with
-    ``prefix``.
-    """
-    kind, name, _ = prefix.split(".")
-    for row in range(len(files.rows)):
-        if kind == "cam":
-            images[row][name.lower()] = files.image(row, calibrations[row])
-        elif (sweep := files.sweep(row, calibrations[row])) is not None:
-            sweeps[row][name.lower()] = sweep

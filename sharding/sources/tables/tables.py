@@ -83,7 +83,7 @@ def table_schema(files: SourceFiles, name: str, type_of: TypeOf) -> pa.Schema:
         return next(_iter_batches(file, f"{files.shown}/{name}", type_of, Counter())).schema
 
 
-def has_text(files: SourceFiles, name: str, text: str, of_column: Callable[[str], bool]) -> bool:
+def has_text(files: SourceFiles, name: str, text: str, is_searched: Callable[[str], bool]) -> bool:
     """Return whether a text occurs in a table: in these columns of Parquet, anywhere in the
     other forms.
     """
@@ -93,7 +93,7 @@ def has_text(files: SourceFiles, name: str, text: str, of_column: Callable[[str]
     ):
         if name.endswith(".parquet"):
             opened = _open_parquet(file, name)
-            columns = [column for column in opened.schema_arrow.names if of_column(column)]
+            columns = [column for column in opened.schema_arrow.names if is_searched(column)]
             batches = (
                 opened.iter_batches(batch_size=_ROWS_AT_ONCE, columns=columns, use_threads=False)
                 if columns
@@ -153,7 +153,7 @@ class Table:
                 if writer is None:
                     self.schema = batch.schema
                     writer = pa.ipc.new_file(str(self._path), self.schema, options=options)
-                self._note(batch, has_clips=has_clips)
+                self._note_clips(batch, has_clips=has_clips)
                 writer.write_batch(batch)
         finally:
             if writer is not None:
@@ -162,7 +162,7 @@ class Table:
             pa.ipc.open_file(pa.OSFile(str(self._path))).get_batch
         )
 
-    def _note(self, batch: pa.RecordBatch, *, has_clips: bool) -> None:
+    def _note_clips(self, batch: pa.RecordBatch, *, has_clips: bool) -> None:
         first = self._num_rows
         self._num_rows += len(batch)
         if CLIP not in self.schema.names:

@@ -17,6 +17,7 @@ from fuelrail.sharding.sources.adapter.poses import (
     nearest_rigid,
     pose,
 )
+from fuelrail.sharding.sources.shared.arrow import is_list
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.sample.schema import F64, I64
@@ -341,10 +342,3 @@ class Rows:
                 f"{matrices[bad_row].tolist()}: expected fx s cx, 0 fy cy, 0 0 1, fx and fy over 0",
             )
         return matrices
-
-
-def is_list(kind: pa.DataType) -> bool:
-    """Return whether a column of this type has lists."""
-    return bool(
-        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-    )

@@ -34,6 +34,7 @@ from fuelrail.sharding.sources.shared.arrow import (
     open_parquet,
     read_parquet,
     stacked,
+    unique_pairs,
 )
 from fuelrail.sharding.sources.waymo.frame_heads import (
     CAMERAS,
@@ -286,8 +287,8 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
                 **times,
             },
         )
-        pairs = list(zip(rows[_TIME].tolist(), rows[_NAME].tolist(), strict=True))
-        check_unique(pairs, f"table '{self.files.shown}/{name}'", "time and camera")
+        where = f"table '{self.files.shown}/{name}'"
+        pairs = unique_pairs(rows, (_TIME, _NAME), where, "time and camera")
         poses = rows[f"{_IMAGE}pose.transform"].reshape(-1, 4, 4)
         stamps = rows[f"{_IMAGE}pose_timestamp"].tolist()
         shutters = stacked(rows, _SHUTTER).tolist()
@@ -307,14 +308,11 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
             lens = cameras.get(camera)
             if lens is None:
                 raise SourceError(
-                    f"table '{self.files.shown}/{name}' has images of camera {camera} "
+                    f"{where} has images of camera {camera} "
                     f"({CAMERAS[camera]}), which has no calibration"
                 )
             if not stamps[row] > 0:
-                raise SourceError(
-                    f"table '{self.files.shown}/{name}': row {row} has the pose_timestamp "
-                    f"{stamps[row]}"
-                )
+                raise SourceError(f"{where}: row {row} has the pose_timestamp {stamps[row]}")
             image = image_of(
                 lens,
                 ref=f"{name}@{row}",
@@ -345,12 +343,8 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
                 **dict.fromkeys(box_columns, _F64),
             },
         )
-        pairs = list(zip(rows[_TIME].tolist(), rows[_TRACK].tolist(), strict=True))
-        check_unique(
-            pairs,
-            f"table '{self.files.shown}/{files['lidar_box']}'",
-            "time and object",
-        )
+        where = f"table '{self.files.shown}/{files['lidar_box']}'"
+        pairs = unique_pairs(rows, (_TIME, _TRACK), where, "time and object")
         kinds_and_points = zip(rows[kind].tolist(), rows[points].tolist(), strict=True)
         facts = dict(zip(pairs, kinds_and_points, strict=True))
         boxes = stacked(rows, box_columns)

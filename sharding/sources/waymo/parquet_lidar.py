@@ -17,6 +17,7 @@ from fuelrail.sharding.sources.shared.arrow import (
     check_unique,
     open_parquet,
     read_parquet,
+    unique_pairs,
 )
 from fuelrail.sharding.sources.waymo.range_images import (
     POINT_COLUMNS,
@@ -43,8 +44,8 @@ def bytes_by_time(files: SourceFiles, name: str) -> dict[int, int]:
     reading a range image.
     """
     rows = read_parquet(files, name, _KEYS)
-    pairs = list(zip(rows[_TIME].tolist(), rows[_LASER].tolist(), strict=True))
-    check_unique(pairs, f"table '{files.shown}/{name}'", "time and lidar")
+    where = f"table '{files.shown}/{name}'"
+    pairs = unique_pairs(rows, (_TIME, _LASER), where, "time and lidar")
     with open_parquet(files, name) as file:
         total = sum(
             file.metadata.row_group(group).total_byte_size
@@ -94,7 +95,7 @@ def sweeps(files: SourceFiles, name: str, selected: Collection[int]) -> Iterator
     types = {_TIME: pa.int64(), _POSE: pa.list_(pa.float64(), 16)}
     poses = read_parquet(files, _name_beside(name, "vehicle_pose"), types, read_whole=True)
     pose_of = dict(zip(poses[_TIME].tolist(), poses[_POSE].reshape(-1, 4, 4), strict=True))
-    of_pixels = _PixelPoses(files, _name_beside(name, "lidar_pose"), remaining)
+    pixel_poses = _PixelPoses(files, _name_beside(name, "lidar_pose"), remaining)
     parts: dict[int, dict[int, F32]] = {}
     for time, laser, image in _read_range_images(
         files, name=name, column=_IMAGE, depth=4, selected=remaining
@@ -108,7 +109,7 @@ def sweeps(files: SourceFiles, name: str, selected: Collection[int]) -> Iterator
                 inclination=inclination,
                 mount=mount,
                 pose=pose_of[time],
-                poses=of_pixels.read_image(time, laser),
+                poses=pixel_poses.read_image(time, laser),
             )
         except (ValueError, KeyError) as error:
             raise SourceError(f"{where}: lidar {laser} at {time} us: {error}") from error

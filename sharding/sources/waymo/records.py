@@ -34,8 +34,8 @@ def records(window: FileWindow, *, read_whole: bool, payloads: bool) -> Iterator
     """Yield the records of a file, in order; check the checksums of lengths, with ``payloads``
     those of bytes too.
 
-    ``whole`` reads each record at once. Raises SourceError for a bad checksum and for a file that
-    is cut off.
+    ``read_whole`` reads each record at once. Raises SourceError for a bad checksum and for a file
+    that is cut off.
     """
     import google_crc32c
 

@@ -146,7 +146,7 @@ class Waymo(WaymoSource[WaymoFileSettings]):
     @cached_property
     def maps(self) -> MapWindows | None:  # type: ignore[override]  # by the options
         """The features of the map, with the option."""
-        return MapWindows(MAP_LAYERS, self._map) if self.given.map else None
+        return MapWindows(MAP_LAYERS, self._read_map) if self.given.map else None
 
     def clips(self) -> Iterator[Clip]:
         """Yield a clip for each file: in the folders of splits, or in the root."""
@@ -204,7 +204,7 @@ class Waymo(WaymoSource[WaymoFileSettings]):
                         first = segment
                         context = head.context
                     frames.append(
-                        self._frame(
+                        self._make_frame(
                             name,
                             record=record,
                             head=head,
@@ -235,7 +235,7 @@ class Waymo(WaymoSource[WaymoFileSettings]):
                 frame, boxes=boxes if is_labelled else None, members=members
             )
 
-    def _map(self, place: str) -> VectorMap:
+    def _read_map(self, place: str) -> VectorMap:
         return parse_map(
             Part.parse(place).read(self.files),
             f"file '{self.files.shown}/{place}'",
@@ -245,7 +245,7 @@ class Waymo(WaymoSource[WaymoFileSettings]):
         """Read the first returns (P, 5) of all lidars, and the whole record."""
         return frame_points(bytes(self.open(ref)), f"file '{self.files.shown}/{ref}'")
 
-    def _frame(
+    def _make_frame(
         self,
         file: str,
         record: FileRecord,

@@ -89,7 +89,7 @@ class Segments:
         self._whole: set[int] = set()
         self._known: set[str] = set()
         self._positions: list[I64] = []
-        self._opened = functools.lru_cache(maxsize=_FILES_OPEN)(self._map)
+        self._opened = functools.lru_cache(maxsize=_FILES_OPEN)(self._map_segment)
         self.update()
 
     def are_there(self) -> Mask:
@@ -116,7 +116,7 @@ class Segments:
                 and positions[-1] < self._num_samples
             )
             if not (is_sound and (positions[1:] > positions[:-1]).all()):
-                raise self._damaged(name)
+                raise self._make_damage_error(name)
             self._positions.append(positions)
             self._names.append(name)
             self._known.add(name)
@@ -141,21 +141,21 @@ class Segments:
             mapped = self._opened(segment)
             head = 8 * (1 + 2 * count)
             if len(mapped) < head:
-                raise self._damaged(self._names[segment])
+                raise self._make_damage_error(self._names[segment])
             ends = mapped[8 * (1 + count) : head].view(_WORD)
             start = int(ends[number - 1]) if number else 0
             end = int(ends[number])
             if not 0 <= start <= end <= len(mapped) - head:
-                raise self._damaged(self._names[segment])
+                raise self._make_damage_error(self._names[segment])
             try:
                 row = msgspec.msgpack.decode(
                     mapped[head + start : head + end].data, type=SegmentRow
                 )
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                raise self._damaged(self._names[segment]) from error
+                raise self._make_damage_error(self._names[segment]) from error
             is_whole = row.row.length == len(row.span)
             if not is_whole or xxhash.xxh3_64_intdigest(row.span) != row.row.xxh3:
-                raise self._damaged(self._names[segment])
+                raise self._make_damage_error(self._names[segment])
             if last is not None and last[0] == position:
                 if last[1].span != row.span:
                     raise DatasetError(
@@ -169,7 +169,7 @@ class Segments:
             last = position, row, segment
             yield position, row
 
-    def _map(self, segment: int) -> NDArray[np.uint8]:
+    def _map_segment(self, segment: int) -> NDArray[np.uint8]:
         name = self._names[segment]
         path = self._out.work / "segments" / name
         if not path.exists():  # at a URL
@@ -183,11 +183,11 @@ class Segments:
                 xxhash.xxh3_128_hexdigest(mapped.data)
                 != name.removesuffix(_SUFFIX).rpartition("-")[2]
             ):
-                raise self._damaged(name)
+                raise self._make_damage_error(name)
             self._whole.add(segment)
         return mapped
 
-    def _damaged(self, name: str) -> DatasetError:
+    def _make_damage_error(self, name: str) -> DatasetError:
         return DatasetError(
             f"'{self._out.shown}/{SEGMENTS}/{name}' is damaged: remove it, and write its rows again"
         )

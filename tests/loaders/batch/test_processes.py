@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 
-from fuelrail.loaders.batch.processes import _dumps
+from fuelrail.loaders.batch.processes import _dump
 from fuelrail.pipeline.errors import ConfigError, SchemaError, StageError
 from support.batches import GROUPS, TRAIN, load, unlike
 from support.forked import fork, join
@@ -212,7 +212,7 @@ def test_a_fork_has_workers_of_its_own(tiny, tmp_path):
 
 def test_a_view_travels_without_the_memory_that_it_is_of():
     matrix = torch.zeros(1000, 1000)
-    assert len(_dumps({"one": matrix[3], "scalar": torch.tensor(1.5)})) < 10_000
-    back = pickle.loads(_dumps((matrix[:2, :3].t(), torch.tensor(True), torch.empty(0, 4))))
+    assert len(_dump({"one": matrix[3], "scalar": torch.tensor(1.5)})) < 10_000
+    back = pickle.loads(_dump((matrix[:2, :3].t(), torch.tensor(True), torch.empty(0, 4))))
     assert unlike(back, (torch.zeros(3, 2), torch.tensor(True), torch.empty(0, 4))) == []
     back[0].add_(1)  # its memory may be written

@@ -213,7 +213,7 @@ def test_names_that_another_user_has_taken_are_passed_by(
     monkeypatch.setattr(node, "_numbers", itertools.count())
     monkeypatch.setattr(node, "_connect", names.append)
     monkeypatch.setattr(node, "_START_S", 0.0)
-    monkeypatch.setattr(node, "_start", names.append)
+    monkeypatch.setattr(node, "_start_process", names.append)
     with pytest.raises(ChildProcessError):
         node.connect_node()()
     squatter = subprocess.Popen(

@@ -12,6 +12,7 @@ from fuelrail import DataLoader, World
 from fuelrail.loaders.viewer import batch as batch_module
 from fuelrail.loaders.viewer.drawing import stack
 from fuelrail.pipeline.errors import ConfigError, OrderError
+from fuelrail.pipeline.rigid import move_points
 
 IMAGE = {
     "height": 48,
@@ -139,7 +140,7 @@ def test_windows_are_strips_whose_boxes_move_with_them(root):
         assert frames.key == 1
         ego2global = batch["ego2global"][row].numpy()
         global_corners = [
-            batch_module._moved(boxes.corners, pose)
+            move_points(boxes.corners, pose)
             for boxes, pose in zip(frames.boxes("ego"), ego2global, strict=True)
         ]
         velocity = batch["gt_velocity"][row].numpy() @ ego2global[1][:3, :3].T

@@ -114,21 +114,21 @@ def test_captions_say_what_turned_the_picture(degrees, flip):
     turned = (degrees, degrees + 1e-9)
     image = ImageAugment(height=40, width=60, train=True, flip_prob=flip, rotate_deg=turned)
     (image_map,) = image.draw([(100, 80)], seed=1, epoch=0, sample=0)
-    caption = drawing._turned(ida_mats([image_map])[0])
+    caption = drawing._describe_turn(ida_mats([image_map])[0])
     assert ("mirrored" in caption) == (flip == 1.0)
     assert (f"{degrees:+.1f} deg" in caption) == (degrees != 0.0)
 
 
 def test_the_view_from_above_has_ahead_on_top_and_left_on_the_left():
-    pane = drawing._from_above(512, None, np.array([[30.0, 20.0, 1.0], [80.0, 0.0, 1.0]]))
-    bare = drawing._from_above(512, None, np.zeros((0, 3)))
+    pane = drawing._draw_from_above(512, None, np.array([[30.0, 20.0, 1.0], [80.0, 0.0, 1.0]]))
+    bare = drawing._draw_from_above(512, None, np.zeros((0, 3)))
     rows, columns = np.nonzero((pane != bare).any(-1))
     assert (rows.tolist(), columns.tolist()) == (
         [106],
         [156],
     )  # 5 pixels for a metre, from the middle
     boxes = box_at((20, -10, np.pi / 2))
-    changed = drawing._from_above(512, drawn(boxes), np.zeros((0, 3))) != bare
+    changed = drawing._draw_from_above(512, drawn(boxes), np.zeros((0, 3))) != bare
     rows, columns = np.nonzero(changed.any(-1))
     assert abs((rows.min() + rows.max()) / 2 - 156) <= 2
     assert columns.max() <= 306 + 12  # 4 m along y

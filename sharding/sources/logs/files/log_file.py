@@ -122,12 +122,12 @@ class LogFile:
         first bytes may do.
         """
         if self._is_packed:
-            return map(self._unpacked, self._walk((), {*heads, *whole_topics}))
+            return map(self._unpack, self._walk((), {*heads, *whole_topics}))
         return self._walk(heads, whole_topics)
 
     def read(self, place: Locator, limit: int | None = None) -> Message:
         """Read a whole message, or its first bytes."""
-        return self._unpacked(self._read(place)) if self._is_packed else self._read(place, limit)
+        return self._unpack(self._read(place)) if self._is_packed else self._read(place, limit)
 
     def _walk(self, heads: Collection[str], whole_topics: Collection[str]) -> Iterator[Message]:
         raise NotImplementedError
@@ -135,7 +135,7 @@ class LogFile:
     def _read(self, place: Locator, limit: int | None = None) -> Message:
         raise NotImplementedError
 
-    def _unpacked(self, message: Message) -> Message:
+    def _unpack(self, message: Message) -> Message:
         where = f"{self._where}: message {message.place}"
         with parsing(where, "is not compressed by zstd, though its metadata says so"):
             size = zstandard.frame_content_size(message.data)

@@ -137,7 +137,7 @@ def read_summary(files: SourceFiles, name: str, size: int, where: str) -> Summar
     channels = Channels(where)
     chunks = []
     num_messages = -1
-    of_channels: dict[int, int] = {}
+    counts_by_channel: dict[int, int] = {}
     with parsing(where, "has a damaged summary"):
         for record in StreamReader(io.BytesIO(summary), skip_magic=True).records:
             if isinstance(record, Schema | Channel):
@@ -159,12 +159,12 @@ def read_summary(files: SourceFiles, name: str, size: int, where: str) -> Summar
                 )
             elif isinstance(record, Statistics):
                 num_messages = record.message_count
-                of_channels = record.channel_message_counts
+                counts_by_channel = record.channel_message_counts
     is_whole = chunks and channels.topics and all(chunk.index_length for chunk in chunks)
     if num_messages and not is_whole:
         return None
     counts = Counter[str]()
-    for number, count in of_channels.items():
+    for number, count in counts_by_channel.items():
         topic = channels.topics.get(number)
         counts[NOT_DESCRIBED if topic is None else topic.name] += count
     return Summary(channels.topics, sorted(chunks), counts)

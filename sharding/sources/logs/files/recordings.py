@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Final
 
@@ -121,6 +121,10 @@ class Recordings:
                 topics_found |= self.log_file(name).topics
         return topics_found
 
+    def list_topics(self, types: Collection[str]) -> list[str]:
+        """Return the names of the topics of these types, sorted."""
+        return sorted(name for name, topic in self.topics.items() if topic.type in types)
+
     def _open(self, name: str) -> LogFile:
         if name.endswith((".bag", ".db3")) and (self._skip_damaged or self._check_all):
             option = "damaged=skip" if self._skip_damaged else "checksums=true"
@@ -150,16 +154,7 @@ class Recordings:
         for channel, topic in selection.items():
             entry = self.topics.get(topic)
             if entry is None or entry.type not in types:
-                names_known = (
-                    ", ".join(
-                        sorted(
-                            name
-                            for name, candidate in self.topics.items()
-                            if candidate.type in types
-                        )
-                    )
-                    or "none"
-                )
+                names_known = ", ".join(self.list_topics(types)) or "none"
                 problem = "is not there" if entry is None else f"has the type {entry.type}"
                 raise SourceError(
                     f"the option {option}: topic '{topic}' of {channel} {problem}; such "
@@ -168,9 +163,7 @@ class Recordings:
         if selection:
             return {channel.lower(): topic for channel, topic in selection.items()}
         names: dict[str, str] = {}
-        for topic in sorted(
-            name for name, candidate in self.topics.items() if candidate.type in types
-        ):
+        for topic in self.list_topics(types):
             if not topic.endswith(("compressedDepth", "/theora")):
                 # The last part that says which sensor it is.
                 parts = [part for part in topic.lower().split("/") if part]

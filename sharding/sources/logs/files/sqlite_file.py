@@ -70,12 +70,12 @@ class SqliteFile(LogFile):
         wal = wal_of(path)
         if wal is None:
             self._check_end(path)
-            database = _connected(path)
+            database = _connect(path)
         else:
             with tempfile.TemporaryDirectory(prefix="fuelrail-") as folder:
                 copy = Path(folder) / "log.db3"
                 num_lost = merge_wal(path, wal, copy, self._where)
-                database = _connected(copy)  # which is gone where this process is killed
+                database = _connect(copy)  # which is gone where this process is killed
             self.noted[READ_WITH_WAL] = 1
             self.lost["bytes of an unfinished write in a -wal"] += num_lost
         # A database that goes unclosed is a warning from Python 3.13 on.
@@ -208,6 +208,6 @@ class SqliteFile(LogFile):
             )
 
 
-def _connected(path: Path) -> sqlite3.Connection:
+def _connect(path: Path) -> sqlite3.Connection:
     uri = f"{path.as_uri()}?mode=ro&immutable=1"
     return sqlite3.connect(uri, uri=True, check_same_thread=False)

@@ -41,7 +41,7 @@ def check_no_journal(database: Path, where: str) -> None:
         return
     with (
         parsing(f"{where}: its journal '{journal.name}'"),
-        _opened(journal) as descriptor,
+        _open(journal) as descriptor,
     ):
         is_hot = any(os.pread(descriptor, 8, 0))
     if is_hot:
@@ -68,7 +68,7 @@ def merge_wal(database: Path, wal: Path, copy: Path, where: str) -> int:
     that are too large to copy.
     """
     place = f"{where}: the write-ahead log '{wal.name}' beside it, as a killed recorder leaves it,"
-    with parsing(place), _opened(database) as file, _opened(wal) as log:
+    with parsing(place), _open(database) as file, _open(wal) as log:
         num_bytes = os.fstat(file).st_size + os.fstat(log).st_size
         if num_bytes > MOST_COPIED:
             raise SourceError(
@@ -112,7 +112,7 @@ def merge_wal(database: Path, wal: Path, copy: Path, where: str) -> int:
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[int]:
+def _open(path: Path) -> Iterator[int]:
     descriptor = open_descriptor(path)
     try:
         yield descriptor

@@ -59,19 +59,14 @@ def camera_models(
     before: CameraInfo | None = None
     for stamp_ns, info in sorted(index.calibrations[info_topic], key=itemgetter(0)):
         if before is None or (info is not before and info[1:] != before[1:]):
-            model = _model(where, info, cam2ego, is_rectified=is_rectified)
+            model = camera_model(where, info, cam2ego, is_rectified=is_rectified)
             models.append(model._replace(stamp_ns=stamp_ns))
         before = info
     return models
 
 
-def _model(
-    where: str,
-    info: CameraInfo,
-    cam2ego: F64,
-    *,
-    is_rectified: bool,
-) -> CameraModel:
+def camera_model(where: str, info: CameraInfo, cam2ego: F64, *, is_rectified: bool) -> CameraModel:
+    """Return the model of raw or rectified pictures; raise SourceError for an unknown lens."""
     if (
         len(info.k) != 9
         or not np.isfinite(info.k).all()
@@ -82,11 +77,10 @@ def _model(
             f"{where}: the camera is not calibrated: K is {list(info.k)}; the option "
             "cameras leaves it out"
         )
-    dist = tuple(info.d)
-    model = "none"
+    dist: tuple[float, ...] = ()
+    dist_model = "none"
     intrinsics = np.array(info.k).reshape(3, 3)
     if is_rectified:
-        dist = ()
         p = np.array(info.p).reshape(3, 4)
         intrinsics = p[:, :3].copy()
         turned = np.eye(4)
@@ -95,17 +89,14 @@ def _model(
         shifted = np.eye(4)
         shifted[:3, 3] = -np.linalg.solve(p[:, :3], p[:, 3])
         cam2ego = cam2ego @ turned @ shifted
-    elif any(dist):
-        name, lengths = _MODELS.get(info.model, ("", ()))
+    elif any(info.d):
+        dist = tuple(info.d)
+        dist_model, lengths = _MODELS.get(info.model, ("", ()))
         if len(dist) not in lengths:
-            names = ", ".join(_MODELS)
             raise SourceError(
                 f"{where}: the lens '{info.model}' with {len(dist)} coefficients is not "
-                f"known; known are {names}"
+                f"known; known are {', '.join(_MODELS)}"
             )
-        model = name
-    else:
-        dist = ()
     x, y, width, height = info.roi
     binning = np.array(info.binning, np.float64)
     intrinsics[:2, 2] = (intrinsics[:2, 2] - (x, y) + 0.5) / binning - 0.5
@@ -117,7 +108,7 @@ def _model(
         intrinsics=intrinsics,
         cam2ego=cam2ego,
         dist=dist,
-        dist_model=model,
+        dist_model=dist_model,
     )
     size = (
         (width or info.width) // info.binning[0],

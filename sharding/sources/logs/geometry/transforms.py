@@ -64,8 +64,8 @@ class FrameTree:
         """Return static transform (4, 4); raise SourceError where static transforms do not
         connect the two frames.
         """
-        up, sensor2top = self._top(frame)
-        up_ego, ego2top = self._top(ego)
+        up, sensor2top = self._find_top(frame)
+        up_ego, ego2top = self._find_top(ego)
         if up != up_ego:
             frames = ", ".join(sorted({*self._parents, *self._parents.values()})) or "none"
             raise SourceError(
@@ -81,7 +81,7 @@ class FrameTree:
         Times are those of the moving transform next to ``ego``. Raises SourceError where nothing
         moves.
         """
-        chain = self._chain(ego)
+        chain = self._trace_chain(ego)
         if not top:
             top = next((name for name in GLOBAL_FRAMES if name in chain), chain[-1])
         if top not in chain or not any(
@@ -110,7 +110,7 @@ class FrameTree:
         is_known = ~np.isnan(poses[:, 0, 0])
         return Trajectory(times[is_known], poses[is_known], self._where, max_gap_s=max_gap_s)
 
-    def _chain(self, frame: str) -> list[str]:
+    def _trace_chain(self, frame: str) -> list[str]:
         chain = [frame]
         while chain[-1] in self._parents:
             chain.append(self._parents[chain[-1]])
@@ -118,9 +118,9 @@ class FrameTree:
                 raise SourceError(f"{self._where}: the frames {', '.join(chain)} are a ring")
         return chain
 
-    def _top(self, frame: str) -> tuple[str, F64]:
+    def _find_top(self, frame: str) -> tuple[str, F64]:
         """Return the uppermost frame that static transforms lead to, and the way there."""
-        self._chain(frame)
+        self._trace_chain(frame)
         transform = np.eye(4)
         while frame in self._fixed:
             frame, step = self._fixed[frame]

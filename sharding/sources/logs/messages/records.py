@@ -193,14 +193,14 @@ class Marks(NamedTuple):
         names = texts if len(texts) == len(loops) else [""] * len(loops)
         box = [(min(loop.x), min(loop.y), max(loop.x), max(loop.y)) for loop in loops]
 
-        def said(loop: Shape, keys: tuple[str, ...]) -> str:
+        def find_text(loop: Shape, keys: tuple[str, ...]) -> str:
             return next(
                 (loop.metadata[key] for key in keys if loop.metadata.get(key)),
                 "",
             )
 
         category = [
-            said(loop, ("category", "class", "label")) or name
+            find_text(loop, ("category", "class", "label")) or name
             for loop, name in zip(loops, names, strict=True)
         ]
         stamps = (stamp_ns, *(loop.stamp_ns for loop in shapes))
@@ -208,7 +208,7 @@ class Marks(NamedTuple):
             next(filter(None, stamps), 0),
             box,
             [name or UNKNOWN for name in category],
-            [said(loop, ("track", "track_id", "id")) for loop in loops],
+            [find_text(loop, ("track", "track_id", "id")) for loop in loops],
         )
 
 

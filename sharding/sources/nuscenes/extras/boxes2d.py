@@ -119,7 +119,7 @@ def image_bounds(
     pixels = projected[..., :2] / projected[..., 2:]
     bounds[is_inside] = np.concatenate((pixels.min(1), pixels.max(1)), 1)
     for row in np.flatnonzero(~is_inside & ~is_outside).tolist():
-        faces = [_clipped(corners[row, face], planes, shifts) for face in _FACES]
+        faces = [_clip_polygon(corners[row, face], planes, shifts) for face in _FACES]
         image = np.concatenate(faces) @ intrinsics.T
         if len(image):
             pixels = image[:, :2] / image[:, 2:]
@@ -129,7 +129,7 @@ def image_bounds(
     return np.clip(bounds[rows], -0.5, limits), rows
 
 
-def _clipped(
+def _clip_polygon(
     polygon: F64,
     planes: F64,
     shifts: F64,

@@ -114,7 +114,7 @@ class CanMessages(msgspec.Struct, frozen=True):
 
     def member(self, read: Callable[[str], bytes]) -> bytes:
         """Return the member's bytes; raise SourceError."""
-        times, values = _parsed(read, self.message, self.file)
+        times, values = _parse_file(read, self.message, self.file)
         mask = (times > self.after_us) & (times <= self.until_us)
         rows = np.concatenate([(self.until_us - times[mask, None]) * 1e-6, values[mask]], 1)
         channel = can_channel(self.message)
@@ -169,7 +169,7 @@ class CanBus:
 
 
 @lru_cache(maxsize=8)
-def _parsed(read: Callable[[str], bytes], message: str, file: str) -> tuple[I64, F64]:
+def _parse_file(read: Callable[[str], bytes], message: str, file: str) -> tuple[I64, F64]:
     """Return times [us] (N,) and values (N, C) of a file; kept for the samples of its scene that
     follow.
     """
@@ -209,11 +209,11 @@ _TYPES: Final[dict[int, Any]] = {
 }
 
 
-def _list_of(message: str) -> Any:
+def _make_list_type(message: str) -> Any:
     fields = [(field, _TYPES[length]) for field, (length, _) in MESSAGES[message].items()]
     time: Any = ("utime", Annotated[int, Meta(ge=0, lt=2**53)])
     record: Any = msgspec.defstruct(message, [time, *fields], frozen=True)
     return list[record]
 
 
-_RECORDS: Final[dict[str, Any]] = {message: _list_of(message) for message in MESSAGES}
+_RECORDS: Final[dict[str, Any]] = {message: _make_list_type(message) for message in MESSAGES}

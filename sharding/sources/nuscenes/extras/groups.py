@@ -38,7 +38,7 @@ class Group(Protocol):
         ...
 
     def members(self, rows: SceneRows, number: int) -> Iterable[FileMember | Reference]:
-        """Return the members of sample number ``at`` of a scene; raise SourceError."""
+        """Return the members of sample ``number`` of a scene; raise SourceError."""
         ...
 
 

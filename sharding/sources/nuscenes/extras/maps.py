@@ -100,8 +100,8 @@ def parse_map(data: bytes, file: str) -> VectorMap:
     """
     document = read_json(data, f"map file '{file}'", _File, "is not a map of nuScenes' expansion")
     nodes = {node.token: (node.x, node.y) for node in document.node}
-    of_line = {line.token: [line.node_tokens] for line in document.line}
-    of_polygon = {
+    chains_of_lines = {line.token: [line.node_tokens] for line in document.line}
+    chains_of_polygons = {
         polygon.token: [
             [*tokens, *tokens[:1]]
             for tokens in (
@@ -117,11 +117,11 @@ def parse_map(data: bytes, file: str) -> VectorMap:
         elements: list[_Element] = getattr(document, layer)
         for element in elements:
             named = [
-                (of_polygon, token)
+                (chains_of_polygons, token)
                 for token in (element.polygon_token, *element.polygon_tokens)
                 if token
             ]
-            named += [(of_line, element.line_token)] if element.line_token else []
+            named += [(chains_of_lines, element.line_token)] if element.line_token else []
             for table, token in named:
                 try:
                     chains = [

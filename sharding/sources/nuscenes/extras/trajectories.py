@@ -62,8 +62,8 @@ class Trajectories:
         global2ego = invert_rigid(rows.ego2global[number])
         keyframes = rows.keyframes
         sample = rows.samples[number : number + 1]
-        past = _followed(sample, self._links["prev"], PAST)
-        future = _followed(sample, self._links["next"], FUTURE)
+        past = _follow_link(sample, self._links["prev"], PAST)
+        future = _follow_link(sample, self._links["next"], FUTURE)
         samples = np.concatenate([past[::-1, 0], sample, future[:, 0]])
         exists = samples >= 0
         samples = samples[exists]
@@ -81,7 +81,7 @@ class Trajectories:
             (annotations.links["prev"], PAST),
             (annotations.links["next"], FUTURE),
         ):
-            for followed in _followed(agent_rows, link, num_steps):
+            for followed in _follow_link(agent_rows, link, num_steps):
                 # A track may leave keyframes out: what counts is the keyframe of the box, not the
                 # number of links.
                 box_samples = annotations.links["sample_token"][followed]
@@ -105,7 +105,7 @@ class Trajectories:
         return references
 
 
-def _followed(rows: I64, link: I64, number: int) -> I64:
+def _follow_link(rows: I64, link: I64, number: int) -> I64:
     """Return rows (number, M) that follow some rows (M,) along a link, -1 after its end."""
     table = np.empty((number, len(rows)), np.int64)
     for step in range(number):

@@ -354,7 +354,7 @@ def test_raw_pictures_have_their_colours(tmp_path, world, encoding, pixels):
 
 
 def test_rectified_pictures_have_the_projection_and_raw_ones_binning(tmp_path, world):
-    from fuelrail.sharding.sources.logs.geometry.calibration import _model
+    from fuelrail.sharding.sources.logs.geometry.calibration import camera_model
     from fuelrail.sharding.sources.logs.messages.records import CameraInfo
 
     p = (50.0, 0, 31.5, -5.0, 0, 50.0, 23.5, 0, 0, 0, 1, 0)
@@ -370,7 +370,7 @@ def test_rectified_pictures_have_the_projection_and_raw_ones_binning(tmp_path, w
         r=tuple(np.eye(3).ravel()),
         p=p,
     )
-    image = _model("t", camera_info, np.eye(4), is_rectified=True).image
+    image = camera_model("t", camera_info, np.eye(4), is_rectified=True).image
     assert (image.intrinsics[0, 0], image.dist, image.dist_model) == (
         50.0,
         (),
@@ -379,7 +379,7 @@ def test_rectified_pictures_have_the_projection_and_raw_ones_binning(tmp_path, w
     np.testing.assert_allclose(
         image.cam2ego[:3, 3], (0.1, 0, 0)
     )  # the second camera of a pair, 0.1 m to the right
-    model = _model("t", camera_info._replace(binning=(2, 2)), np.eye(4), is_rectified=False)
+    model = camera_model("t", camera_info._replace(binning=(2, 2)), np.eye(4), is_rectified=False)
     np.testing.assert_allclose(model.image.intrinsics, [[50, 0, 31.5], [0, 50, 23.5], [0, 0, 1]])
     assert (model.size, model.image.dist_model) == ((64, 48), "opencv_radtan")
 
