@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.sample.schema import Sample
 
 
-def _parse_layers(text: str) -> dict[str, str]:
+def parse_layers(text: str) -> dict[str, str]:
+    """Return the places of layers by name; raise ConfigError."""
     pairs = [part.partition("=") for part in text.split(",")]
     if not all(name and place for name, _, place in pairs):
         raise ConfigError(
@@ -68,7 +69,7 @@ class ViewOptions(CheckedSettings, frozen=True, kw_only=True):
     ] = None
     layers: Annotated[
         dict[str, str] | None,
-        flag("layers to draw, too", parse=_parse_layers, metavar="NAME=PATH,..."),
+        flag("layers to draw, too", parse=parse_layers, metavar="NAME=PATH,..."),
     ] = None
     output: Annotated[
         str | None,

@@ -115,18 +115,18 @@ def contact_sheet(
         _tiles(frame, cameras, values if number == key else ())
         for number, frame in enumerate(frames)
     ]
-    placed = [c for c in _PLACES if c in cameras] if set(cameras) <= set(_PLACES) else list(cameras)
+    order = placed(cameras)
     if len(frames) == 1:
-        sheet = _grid([tiles[0][channel] for channel in placed], _COLUMNS)
+        sheet = _grid([tiles[0][channel] for channel in order], _COLUMNS)
     else:
         sheet = _grid(
-            [frame_tiles[channel] for channel in placed for frame_tiles in tiles],
+            [frame_tiles[channel] for channel in order for frame_tiles in tiles],
             len(frames),
         )
     boxes = frames[key].boxes
     if points is not None:
         rows = (
-            2 if len(frames) == 1 else len(placed)
+            2 if len(frames) == 1 else len(order)
         )  # of one frame the pane is as high as the sheet
         pane = _from_above(min(len(sheet), 2 * len(sheet) // rows), boxes, points)
         pane = np.pad(
@@ -151,6 +151,15 @@ def contact_sheet(
     for channel, value in values:
         parts.append(_line(width, channel, value))
     return np.concatenate(parts)
+
+
+def placed(cameras: Sequence[str]) -> list[str]:
+    """Return cameras in the order in which they are drawn: around the vehicle, if all of them are
+    known.
+    """
+    if set(cameras) <= set(_PLACES):
+        return [channel for channel in _PLACES if channel in cameras]
+    return list(cameras)
 
 
 def stack(sheets: Sequence[tuple[str, NDArray[np.uint8]]]) -> NDArray[np.uint8]:
@@ -193,7 +202,7 @@ def _tiles(
                 colour = colour_of(int(frame.boxes.label[box]))
                 for start, end in np.round(lines * 16).astype(int).tolist():
                     cv2.line(tile, start, end, colour, lineType=cv2.LINE_AA, shift=4)
-        turned = "" if frame.ida_mat is None else _turned(frame.ida_mat[number])
+        turned = "" if frame.ida_mat is None else turn_text(frame.ida_mat[number])
         _caption(tile, f"{channel}{frame.title}{turned}")
         tiles[channel] = tile
     return tiles
@@ -251,7 +260,7 @@ def project_segment(
     return a[:2] / a[2], b[:2] / b[2]
 
 
-def _turned(ida_mat: NDArray[np.floating[Any]]) -> str:
+def turn_text(ida_mat: NDArray[np.floating[Any]]) -> str:
     """Return those changes of an image that look like faults: a mirror, a rotation of half a
     degree or more.
     """
