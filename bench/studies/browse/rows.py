@@ -121,7 +121,8 @@ class DatasetRows:
             raise ConfigError(f"a batch of {global_batch}: at most {_MOST} samples are shown")
         order = self._order(name, split, global_batch)
         batching = order_batching(order, global_batch, World(), drop_last=False).of_epoch(epoch)
-        entries = order.epoch(epoch).entries(batching.positions(step))
+        positions = batching.positions(step)[batching.valid(step)]
+        entries = order.epoch(epoch).entries(positions)
         samples = entries.samples[entries.valid] + self.dataset.split(split).first_sample
         text = f"epoch {epoch}, step {step:,} of {batching.num_steps:,}"
         return {"num_steps": batching.num_steps, "rows": self._tiles(samples), "text": text}

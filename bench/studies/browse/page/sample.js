@@ -16,10 +16,12 @@ export async function show(row) {
   $("sample").setAttribute("aria-busy", "true");
   try {
     const sample = await busy(`Loading sample ${row} from ${dataset.location} …`, ask("/api/sample", { row }, signal));
-    shown = { row, ...sample };
+    shown = { row, attributes: [], ...sample };
     drawSample(signal);
     const attributes = await ask("/api/attributes", { row }, signal).catch((error) => ({ "": error.message }));
-    if (!signal.aborted) $("attributes")?.replaceWith(valueCard("attributes", "Attributes", Object.entries(attributes)));
+    if (signal.aborted) return;
+    shown.attributes = Object.entries(attributes);
+    $("attributes")?.replaceWith(valueCard("attributes", "Attributes", shown.attributes));
   } catch (error) {
     if (error.name !== "AbortError") $("trouble").textContent = error.message;
   } finally {
@@ -36,7 +38,7 @@ export function drawSample(signal = asked.signal) {
   drawTools();
   $("cameras").className = [state.loaded && "is-pairs", state.camera && "is-one"].filter(Boolean).join(" ");
   $("cameras").replaceChildren(...(has ? dataset.places.map(pair) : []));
-  const cards = shown.error ? [] : [above(signal), boxTable(), channelCard(), valueCard("attributes", "Attributes", []),
+  const cards = shown.error ? [] : [above(signal), boxTable(), channelCard(), valueCard("attributes", "Attributes", shown.attributes),
     valueCard("meta", "Metadata", Object.entries(shown.meta))];
   $("more").replaceChildren(...[...cards, placeCard()].filter(Boolean));
   hideClasses();
@@ -161,8 +163,9 @@ function above(signal) {
     ...rings, draw("polygon", { points: "0,-2.5 1,1 -1,1", stroke: "#ffffff" }), ...boxes);
   shown.num_points.forEach(async (number, sensor) => {
     if (!number) return;
-    const response = await fetch(address("/points", { row: shown.row, sensor }), { signal }).catch(() => null);
-    if (response?.ok) drawPoints(canvas, new Float32Array(await response.arrayBuffer()), range);
+    const read = (response) => (response.ok ? response.arrayBuffer() : null);
+    const points = await fetch(address("/points", { row: shown.row, sensor }), { signal }).then(read).catch(() => null);
+    if (points) drawPoints(canvas, new Float32Array(points), range);
   });
   const choice = make("select", { onchange: (event) => { write({ range: event.target.value }); drawSample(); } },
     ...["25", "50", "100"].map((metres) => make("option", { value: metres, selected: metres === state.range }, `${metres} m`)));
