@@ -14,13 +14,14 @@ let listed = 0;
 async function openSample(row) {
   write({ row: String(row) });
   markTiles();
-  const shown = show(row);
+  if (clip.rows.includes(row)) drawLine();
+  await show(row);
   if (!clip.rows.includes(row)) {
-    clip = await ask("/api/clip", { row }).catch(() => ({ rows: [row], seconds: [0] }));
+    const found = await ask("/api/clip", { row }).catch(() => ({ rows: [row], seconds: [0] }));
     if (state.row !== String(row)) return;
+    clip = found;
+    drawLine();
   }
-  drawLine();
-  await shown;
   const next = clip.rows[place() + 1];
   if (next !== undefined && state.row === String(row)) setTimeout(() => {
     if (state.row === String(row)) ask("/api/sample", { row: next }).catch(() => null); // the server keeps it
