@@ -1,5 +1,5 @@
-"""Which samples a page lists: those that a filter selects, clips, the frames of a clip, and those of
-a step of an order or of a run.
+"""Which samples a page lists: those that a filter selects, clips, the frames of a clip, and those
+of a step of an order or of a run.
 """
 
 from __future__ import annotations

@@ -55,6 +55,13 @@ class DatasetSamples:
         manifest = dataset.manifest
         self.cameras = [camera.channel for camera in manifest.cameras]
         self.lidars = [lidar.channel for lidar in manifest.lidars]
+        self.places = [self.cameras.index(name) for name in drawing.placed(self.cameras)]
+        """The numbers of the cameras in the order in which they are placed."""
+        self.colours = {
+            number: "#" + bytes(drawing.colour_of(number)).hex()
+            for number in range(-1, len(manifest.classes))
+        }
+        """The colour of each class by its number; -1 is that of other labels."""
         self.channels = [
             channel for channel in manifest.extra_channels if KINDS.find(channel.kind) is not None
         ]
@@ -188,15 +195,6 @@ class DatasetSamples:
             cameras.append({"name": channel, "size": size, "boxes": boxes, "turned": turned})
             cameras[-1]["image"] = _jpeg(pixels)  # base64 in JSON
         return cameras
-
-    def colours(self) -> dict[str, str]:
-        """Return the colour of each class by its number; -1 is that of other labels."""
-        numbers = range(-1, len(self.dataset.manifest.classes))
-        return {str(number): "#" + bytes(drawing.colour_of(number)).hex() for number in numbers}
-
-    def places(self) -> list[int]:
-        """Return the numbers of the cameras in the order in which they are placed."""
-        return [self.cameras.index(name) for name in drawing.placed(self.cameras)]
 
     def _make_thumbnail(self, row: int, camera: int, width: int) -> tuple[str, bytes]:
         channel = self._camera(camera)

@@ -110,14 +110,20 @@ class Browser:
         self._calls: dict[str, Callable[[Query], Any]] = {
             "/api/dataset": lambda _: self._describe(),
             "/api/rows": lambda q: rows.page(
-                q.filter, q.split, q.first, q.count, q.columns.split("\n") if q.columns else ()
+                q.filter,
+                q.split,
+                first=q.first,
+                count=q.count,
+                names=q.columns.split("\n") if q.columns else (),
             ),
             "/api/clips": lambda q: rows.clips(q.filter, q.split, q.first, q.count),
             "/api/clip": lambda q: rows.clip(q.row),
             "/api/sample": lambda q: samples.describe(q.row),
             "/api/attributes": lambda q: rows.attributes(q.row),
             "/api/loaded": lambda q: samples.as_loaded(q.row, q.name, q.seed, q.epoch),
-            "/api/order": lambda q: rows.step_of_order(q.name, q.split, q.epoch, q.step, q.batch),
+            "/api/order": lambda q: rows.step_of_order(
+                q.name, q.split, epoch=q.epoch, step=q.step, global_batch=q.batch
+            ),
             "/api/run": lambda q: rows.step_of_run(q.step),
             "/image": lambda q: samples.image(q.row, q.sensor),
             "/thumbnail": lambda q: samples.thumbnail(q.row, q.sensor, q.width),
@@ -203,8 +209,8 @@ class Browser:
             "cameras": self._samples.cameras,
             "lidars": self._samples.lidars,
             "classes": manifest.classes,
-            "places": self._samples.places(),
-            "colours": self._samples.colours(),
+            "places": self._samples.places,
+            "colours": self._samples.colours,
             "attributes": self._rows.names(),
             "images": list(self._samples.images),
             "layers": [layer.name for layer in self._rows.layers],
@@ -287,7 +293,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, str):
         return "\n".join(shortened(line, _MOST_TEXT) for line in value[:_MOST_TEXT].split("\n"))
     if isinstance(value, dict):
-        return {_plain(name): _plain(item) for name, item in value.items()}
+        return {_plain(str(name)): _plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return value.tolist() if isinstance(value, np.ndarray) else value

@@ -21,8 +21,9 @@ from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.order.batching import Cursor
 from support.batches import load
 from support.browsing import Client, drawn_layer
-from support.hostile import edited, small_dataset
+from support.hostile import edited, small_dataset, small_layer
 from support.hostile_cases import cases
+from support.hostile_layers import cases as layer_cases
 
 pytestmark = pytest.mark.network
 
@@ -340,6 +341,25 @@ class TestHostileDatasets:
                     assert status in (200, 404, 422), answer
         assert "Traceback" not in capfd.readouterr().err
         assert (tmp_path / "evil.bin").read_bytes() == b"mine"
+
+    @pytest.mark.parametrize("name", [*layer_cases()][::EVERY])
+    def test_each_layer_ends_in_an_answer(self, name, root, tmp_path, capfd):
+        with edited(small_layer(root, tmp_path / "good"), tmp_path / "layer") as parts:
+            layer_cases()[name](parts)
+        try:
+            browser = bench.browse(root, layers={"t": str(tmp_path / "layer")})
+        except fr.FuelrailError as error:
+            assert str(error)
+            return
+        with browser:
+            client = Client(browser.url)
+            for row in range(8):
+                for path in ("/api/sample", "/api/attributes", "/api/rows", "/raster"):
+                    query = {"columns": "t.loss"} if path == "/api/rows" else {"row": row}
+                    status, answer = client.get(path, **query)
+                    assert status in (200, 422), answer
+                    assert json.loads(answer)
+        assert "Traceback" not in capfd.readouterr().err
 
 
 @pytest.mark.process
