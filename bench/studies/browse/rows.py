@@ -53,8 +53,7 @@ class DatasetRows:
         self.orders = {Path(file).stem: load_yaml(file, OrderSpec).resolved() for file in orders}
         self.history: RunHistory | None = None
         if ledger is not None:
-            with needs("the ledger of a run"):
-                from fuelrail.bench.studies.runs.history import RunHistory
+            from fuelrail.bench.studies.runs.history import RunHistory
 
             self.history = RunHistory(ledger)
             self._replaced = self.history.replaced()
@@ -221,7 +220,8 @@ class DatasetRows:
 
     def _make_loader(self, number: int) -> DataLoader:
         """Make a loader with the order of a part of the run; it loads nothing."""
-        from fuelrail.bench.studies.runs.replay import make_loader
+        with needs("the step of a run"):
+            from fuelrail.bench.studies.runs.replay import make_loader
 
         assert self.history is not None
         part = self.history.parts[number]

@@ -243,17 +243,8 @@ class DatasetSamples:
             camera = self.cameras.index(law.camera) if law.camera in self.cameras else -1
             stated = {"name": name, "text": _value_in_words(channel, value), "camera": -1}
             if camera >= 0 and law.name in drawing.ON_IMAGES:
-                stated |= {"camera": camera, "is_raster": law.name == "image", "shapes": {}}
-            if stated.get("is_raster"):
-                # Of the image's width, which the raster's last pixels may lie beyond.
-                width = np.asarray(value).shape[1] * (law.fraction or 1)
-                stated["width"] = width / max(int(sample.geometry.img_wh[camera, 0]), 1)
-            for role in ("boxes", "points") if "shapes" in stated else ():
-                groups = [
-                    group[np.isfinite(group).all(1)][:_MOST_SHAPES].round(2)
-                    for group in drawing.groups_of(value, channel, role)
-                ]
-                stated["shapes"] |= {role: np.concatenate(groups)} if groups else {}
+                stated["camera"] = camera
+                stated |= _drawn(channel, value, int(sample.geometry.img_wh[camera, 0]))
             described.append(stated)
         return described + [
             {"name": name, "text": text, "camera": -1} for name, text in faults.items()
@@ -290,6 +281,19 @@ def _lines(
         return []
     seen = drawing.project_boxes(corners, ego2img, int(size.max()))
     return [(box, lines.reshape(-1, 4).round(3)) for box, lines in seen]
+
+
+def _drawn(channel: Channel, value: Any, width_px: int) -> dict[str, Any]:
+    """Return what a page draws of a channel on an image: where its raster ends, or its shapes."""
+    if channel.law.name == "image":  # the raster's last pixels may lie beyond the image
+        width = np.asarray(value).shape[1] * (channel.law.fraction or 1)
+        return {"is_raster": True, "shapes": {}, "width": width / max(width_px, 1)}
+    shapes = {}
+    for role in ("boxes", "points"):
+        groups = list(drawing.groups_of(value, channel, role))
+        finite = [group[np.isfinite(group).all(1)][:_MOST_SHAPES].round(2) for group in groups]
+        shapes[role] = np.concatenate(finite) if finite else ()
+    return {"is_raster": False, "shapes": shapes}
 
 
 def _jpeg(pixels: NDArray[np.uint8]) -> bytes:

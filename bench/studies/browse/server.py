@@ -250,7 +250,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _send(self, answer: Answer) -> None:
         self.send_response(answer.status)
         size = {"Content-Type": answer.media_type, "Content-Length": str(len(answer.body))}
-        for name, value in (size | _HEADERS | answer.headers).items():
+        for name, value in {**size, **_HEADERS, **answer.headers}.items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(answer.body)

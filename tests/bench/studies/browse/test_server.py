@@ -388,3 +388,34 @@ def test_a_sample_without_images_has_no_pictures(root, tmp_path):
         client = Client(browser.url)
         assert client.get("/thumbnail", row=0)[0] == 422
         assert client.json("/api/sample", row=0)["place"]["key"] == "clip-0000-000000"
+
+
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None
+from fuelrail import bench
+from support.browsing import Client
+with bench.browse(sys.argv[1], ledger=sys.argv[2]) as browser:
+    client = Client(browser.url)
+    assert client.json("/api/sample", row=3)["boxes"]
+    assert client.get("/thumbnail", row=3)[0] == 200
+    for path in ("/api/loaded", "/api/run"):
+        print(*client.get(path, name="bevdet-704x256"))
+"""
+
+
+@pytest.mark.process
+def test_stored_samples_need_no_torch_and_the_rest_names_its_extra(root, place):
+    paths = [str(Path(fr.__file__).parents[1]), str(Path(__file__).parents[3])]
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, str(root), str(place / "a.ledger")],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2
+    assert all(line.startswith("422 ") and "[torch]" in line for line in lines)
+    assert "Traceback" not in done.stderr
