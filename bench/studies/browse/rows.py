@@ -191,7 +191,8 @@ class DatasetRows:
 
     def _select(self, text: str, split: str) -> Rows:
         parts = [np.empty(0, np.int64)]
-        for name, entry in self.dataset.splits.items():
+        splits = self.dataset.splits.items()
+        for name, entry in sorted(splits, key=lambda item: item[1].first_sample):
             if not entry.num_samples or split not in ("", name):
                 continue
             samples = np.arange(entry.num_samples)
@@ -200,7 +201,7 @@ class DatasetRows:
                 condition = Filter(text, attributes.names)
                 samples = condition.select(attributes.read(condition.columns), len(samples))
             parts.append(entry.first_sample + samples)
-        return np.sort(np.concatenate(parts))
+        return np.concatenate(parts)
 
     def _group_clips(self, text: str, split: str) -> tuple[Rows, Rows]:
         if not self._is_whole:

@@ -1,6 +1,6 @@
 // The list of samples, the time line, keys, and the state of the page.
 
-import { $, address, ask, busy, count, make } from "./dom.js";
+import { $, address, ask, busy, count, make, words } from "./dom.js";
 import { drawSample, hideClasses, show, start } from "./sample.js";
 import { read, state, write } from "./state.js";
 
@@ -113,7 +113,7 @@ function tileOf(tile) {
     onerror: (event) => event.target.replaceWith(make("div", { class: "none" }, "no image")),
   });
   const lines = isClip ? [tile.clip, count(tile.num_frames, "frame")] : [tile.key];
-  for (const [name, value] of Object.entries(tile.values)) lines.push(`${name}: ${value ?? "–"}`);
+  for (const [name, value] of Object.entries(tile.values)) lines.push(`${name}: ${words(value)}`);
   const isHere = tile.row >= 0;
   if (!isHere) lines.push("not in this dataset");
   return make("button", { class: "tile", "data-row": tile.row, disabled: !isHere, onclick: () => openSample(tile.row) },

@@ -53,6 +53,13 @@ export async function busy(text, promise) {
 export const count = (number, noun) =>
   `${number.toLocaleString("en")} ${noun}${number === 1 ? "" : "s"}`;
 
+/** A value as text: numbers in six digits, records as JSON. */
+export function words(value) {
+  if (value === null || value === undefined) return "–";
+  if (typeof value === "number" && !Number.isInteger(value)) return String(Number(value.toPrecision(6)));
+  return typeof value === "object" ? JSON.stringify(value) : String(value);
+}
+
 export function bytes(number) {
   for (const unit of ["bytes", "kB", "MB", "GB"]) {
     if (number < 1000 || unit === "GB") return `${unit === "bytes" ? number : number.toFixed(1)} ${unit}`;

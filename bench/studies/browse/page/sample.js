@@ -1,6 +1,6 @@
 // One sample: cameras with boxes, the view from above, values, and where its bytes are.
 
-import { $, address, ask, busy, bytes, count, draw, make } from "./dom.js";
+import { $, address, ask, busy, bytes, count, draw, make, words } from "./dom.js";
 import { names, state, toggle, write } from "./state.js";
 
 let dataset = null;
@@ -215,7 +215,7 @@ function valueCard(id, title, entries) {
     const layer = dataset.layers.find((each) => name.startsWith(`${each}.`)) ?? "";
     const own = layer ? name.slice(layer.length + 1) : name;
     if (!rows.has(own)) rows.set(own, new Map());
-    rows.get(own).set(layer, value === null ? "–" : typeof value === "object" ? JSON.stringify(value) : String(value));
+    rows.get(own).set(layer, words(value));
   }
   const used = columns.filter((layer) => [...rows.values()].some((row) => row.has(layer)));
   return card(id, title, table(["name", ...used.map((layer) => layer || "dataset")], [...rows].map(([name, row]) =>
