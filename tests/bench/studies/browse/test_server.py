@@ -21,6 +21,7 @@ from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.order.batching import Cursor
 from support.batches import load
 from support.browsing import Client, drawn_layer
+from support.fault_server import FaultServer
 from support.hostile import edited, small_dataset, small_layer
 from support.hostile_cases import cases
 from support.hostile_layers import cases as layer_cases
@@ -388,6 +389,24 @@ def test_a_sample_without_images_has_no_pictures(root, tmp_path):
         client = Client(browser.url)
         assert client.get("/thumbnail", row=0)[0] == 422
         assert client.json("/api/sample", row=0)["place"]["key"] == "clip-0000-000000"
+
+
+def test_a_sample_at_a_url_takes_few_requests(root, tmp_path, monkeypatch):
+    """One for its bytes, and none for what else is shown of it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with FaultServer(root) as server, bench.browse(server.url) as browser:
+        client = Client(browser.url)
+        server.requests.clear()
+        found = client.json("/api/sample", row=5)
+        for sensor in (0, 1):
+            assert client.get("/image", row=5, sensor=sensor)[0] == 200
+        assert client.get("/points", row=5)[0] == 200
+        assert client.json("/api/clip", row=5)["rows"] == [4, 5, 6, 7]
+        spans = [
+            (request.name.strip("/"), request.start, request.end) for request in server.requests
+        ]
+    place = found["place"]
+    assert spans == [(place["shard"], place["offset"], place["offset"] + place["length"])]
 
 
 WITHOUT_TORCH = """
