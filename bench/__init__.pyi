@@ -5,6 +5,9 @@ from fuelrail.bench.annotation.run import AnnotateReport as AnnotateReport
 from fuelrail.bench.annotation.run import annotate as annotate
 from fuelrail.bench.planner.scenario import PlanOptions as PlanOptions
 from fuelrail.bench.planner.scenario import Scenario as Scenario
+from fuelrail.bench.studies.browse.server import BrowseOptions as BrowseOptions
+from fuelrail.bench.studies.browse.server import Browser as Browser
+from fuelrail.bench.studies.browse.server import browse as browse
 from fuelrail.bench.studies.diagnose.run import (
     DiagnoseOptions as DiagnoseOptions,
 )

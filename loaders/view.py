@@ -33,11 +33,13 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from fuelrail.loaders.loader import DataLoader
     from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.sample.schema import Sample
 
 
-def _parse_layers(text: str) -> dict[str, str]:
+def parse_layers(text: str) -> dict[str, str]:
+    """Return the places of layers by name; raise ConfigError."""
     pairs = [part.partition("=") for part in text.split(",")]
     if not all(name and place for name, _, place in pairs):
         raise ConfigError(
@@ -67,7 +69,7 @@ class ViewOptions(CheckedSettings, frozen=True, kw_only=True):
     ] = None
     layers: Annotated[
         dict[str, str] | None,
-        flag("layers to draw, too", parse=_parse_layers, metavar="NAME=PATH,..."),
+        flag("layers to draw, too", parse=parse_layers, metavar="NAME=PATH,..."),
     ] = None
     output: Annotated[
         str | None,
@@ -133,27 +135,15 @@ def _stored(
     }
 
 
-def view(
-    dataset: str | os.PathLike[str],
-    key: str | None = None,
-    options: ViewOptions | None = None,
-    **changes: Any,  # fields of ViewOptions
-) -> ViewReport:
-    """Draw a sample's cameras and boxes as a loader delivers them; ``key`` None: the first sample
-    of the dataset.
+def load_sample(
+    opened: Dataset, row: int, sample: Sample, options: ViewOptions
+) -> tuple[dict[str, Any], DataLoader]:
+    """Return a batch of one row of a dataset, which is ``sample``, as a loader delivers it; and the
+    loader, closed.
 
-    ``fuelrail.view("DATASET", output="sample.png")`` takes the fields of :class:`ViewOptions` as
-    keywords; without ``output`` nothing is written. Raises ConfigError, OrderError for ``frames``
-    that make no window, and DatasetErrors for a sample or a layer that cannot be read.
+    Raises ConfigError for options that fit neither the dataset nor each other, and what a loader
+    raises.
     """
-    options = make_options(ViewOptions, options, changes)
-    output = None if options.output is None else Path(options.output)
-    if output is not None and output.suffix.lower() != ".png":
-        raise ConfigError(f"output {options.output!r} must end with .png")
-    opened = open_dataset(dataset)
-    reader = SampleReader(opened)
-    row = 0 if key is None else reader.find(key)
-    sample = reader.sample(row)
     split, place = next(
         (name, row - entry.first_sample)
         for name, entry in opened.splits.items()
@@ -185,11 +175,6 @@ def view(
     window = None if options.frames == (0,) else FrameWindow(options.frames)
     with needs("a view of a sample"):  # torch, which the checks above do without
         from fuelrail.loaders.loader import DataLoader
-        from fuelrail.loaders.viewer.batch import (
-            Picture,
-            draw_sample,
-            values_of,
-        )
 
     try:
         with DataLoader(
@@ -204,16 +189,48 @@ def view(
             world=World(),
         ) as loader:
             (batch,) = loader.make_steps(Cursor(options.epoch), place)
-            sheet = draw_sample(batch, 0, loader)
-            names = tuple(channel.name for channel, _ in values_of(batch, 0, loader.selected))
-            missing = tuple(
-                channel.name for channel in loader.selected if channel.name not in names
-            )
     except MemoryError as error:
-        raise ConfigError(
-            f"no memory to draw {len(opened.manifest.cameras)} cameras: give image settings with a "
-            "smaller height and width"
-        ) from error
+        raise _too_large(opened) from error
+    return batch, loader
+
+
+def _too_large(opened: Dataset) -> ConfigError:
+    return ConfigError(
+        f"no memory to draw {len(opened.manifest.cameras)} cameras: give image settings with a "
+        "smaller height and width"
+    )
+
+
+def view(
+    dataset: str | os.PathLike[str],
+    key: str | None = None,
+    options: ViewOptions | None = None,
+    **changes: Any,  # fields of ViewOptions
+) -> ViewReport:
+    """Draw a sample's cameras and boxes as a loader delivers them; ``key`` None: the first sample
+    of the dataset.
+
+    ``fuelrail.view("DATASET", output="sample.png")`` takes the fields of :class:`ViewOptions` as
+    keywords; without ``output`` nothing is written. Raises ConfigError, OrderError for ``frames``
+    that make no window, and DatasetErrors for a sample or a layer that cannot be read.
+    """
+    options = make_options(ViewOptions, options, changes)
+    output = None if options.output is None else Path(options.output)
+    if output is not None and output.suffix.lower() != ".png":
+        raise ConfigError(f"output {options.output!r} must end with .png")
+    opened = open_dataset(dataset)
+    reader = SampleReader(opened)
+    row = 0 if key is None else reader.find(key)
+    sample = reader.sample(row)
+    batch, loader = load_sample(opened, row, sample, options)
+    from fuelrail.loaders.viewer.batch import Picture, draw_sample, values_of
+
+    try:
+        sheet = draw_sample(batch, 0, loader)
+    except MemoryError as error:
+        raise _too_large(opened) from error
+    names = tuple(channel.name for channel, _ in values_of(batch, 0, loader.selected))
+    missing = tuple(channel.name for channel in loader.selected if channel.name not in names)
     try:
         if output is not None:
             Picture(sheet).save(output)

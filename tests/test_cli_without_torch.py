@@ -54,6 +54,7 @@ def test_errors_that_need_no_torch_come_without_it(tiny_dataset, tmp_path) -> No
     } | {
         "inspect nowhere --batch": NOT_A_FOLDER,
         "view nowhere": NOT_A_FOLDER,
+        "browse nowhere": NOT_A_FOLDER,
         "annotate nowhere layer --model a:b": NOT_A_FOLDER,
         "bench diff a b": "report 'a' cannot be read",
         "bench train DATA --strategy never": "; got 'never'",
@@ -132,6 +133,7 @@ def test_commands_name_the_extra_that_brings_torch_or_opencv(tiny_dataset, tmp_p
             "pip install -e '.[opencv]'",
         ),
         "synth drive": (2, "`fuelrail synth` needs cv2"),
+        "browse DATA": (2, "pip install -e '.[opencv]'"),
         "view DATA": (2, "pip install -e '.[torch]'"),
         "plan --model gpt2": (2, "pip install -e '.[bench]'"),
     }

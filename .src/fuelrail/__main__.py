@@ -71,6 +71,11 @@ _COMMANDS: dict[str, _Entry] = {
         "draw a sample's cameras and boxes as a contact sheet",
         "fuelrail[torch]",
     ),
+    "browse": _Entry(
+        "fuelrail.bench.studies.browse.command",
+        "look into a dataset in a browser",
+        "fuelrail[opencv]",
+    ),
     "doctor": _Entry(
         "fuelrail.loaders.commands", "check which decoders are installed and suggest faster ones"
     ),

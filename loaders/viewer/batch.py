@@ -19,6 +19,7 @@ from fuelrail.loaders.viewer.drawing import (
     DrawnBoxes,
     DrawnFrame,
     contact_sheet,
+    corners_by_yaw,
     png,
     stack,
 )
@@ -27,7 +28,6 @@ from fuelrail.pipeline.channels.logits import Logits
 from fuelrail.pipeline.channels.sensors import lies_on
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.rigid import move_points
-from fuelrail.pipeline.sample.schema import box_corners
 
 if TYPE_CHECKING:
     from fuelrail.loaders.config import BoxFrame, Transforms
@@ -209,11 +209,7 @@ class _Frames:
         real = _array(batch["gt_mask"][row]) if "gt_mask" in batch else slice(None)
         boxes3d = _array(batch["gt_boxes_3d"][row])[real]
         label = _array(batch["gt_labels_3d"][row])[real]
-        half = boxes3d[:, 6] / 2
-        zero = np.zeros(len(boxes3d))
-        corners = box_corners(
-            boxes3d, np.stack([np.cos(half), zero, zero, np.sin(half)], 1)
-        ).astype(np.float64)
+        corners = corners_by_yaw(boxes3d)
         velocity = np.nan_to_num(_array(batch["gt_velocity"][row])[real].astype(np.float64))
         if box_frame == "lidar":
             lidar2ego = self.entry("lidar2ego")[self.key].astype(np.float64)
@@ -256,6 +252,24 @@ class _Frames:
 
 def draw_sample(batch: Mapping[str, Any], row: int, loader: LoaderDisplay) -> NDArray[np.uint8]:
     """Draw sample ``row`` of a loader's batch with its selected channels, uint8 [H, W, 3], RGB."""
+    frames = frames_of(batch, row, loader)
+    sample = _Frames(batch, row)
+    values = values_of(batch, row, loader.selected)
+    has_world = frames[0].boxes is not None or "points" in batch
+    return contact_sheet(
+        frames,
+        loader.cameras,
+        loader.dataset.manifest.classes,
+        values,
+        points=sample.points() if has_world else None,
+        key=sample.key,
+    )
+
+
+def frames_of(batch: Mapping[str, Any], row: int, loader: LoaderDisplay) -> list[DrawnFrame]:
+    """Return the frames of sample ``row`` of a loader's batch; without a temporal window there is
+    one.
+    """
     cameras = loader.cameras
     transforms = loader.transforms
     frames = _Frames(batch, row)
@@ -270,7 +284,7 @@ def draw_sample(batch: Mapping[str, Any], row: int, loader: LoaderDisplay) -> ND
             f"  {t:+.2f} s{'' if real else '  stand-in'}"
             for t, real in zip(frames.since_s(), valid, strict=True)
         ]
-    drawn = [
+    return [
         DrawnFrame(
             images=images[t],
             ego2img=ego2img[t],
@@ -280,11 +294,6 @@ def draw_sample(batch: Mapping[str, Any], row: int, loader: LoaderDisplay) -> ND
         )
         for t, title in enumerate(titles)
     ]
-    classes = loader.dataset.manifest.classes
-    values = values_of(batch, row, loader.selected)
-    has_world = boxes is not None or "points" in batch
-    points = frames.points() if has_world else None
-    return contact_sheet(drawn, cameras, classes, values, points=points, key=frames.key)
 
 
 def _array(value: object) -> NDArray[Any]:

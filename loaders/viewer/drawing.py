@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fuelrail.pipeline.channels.logits import Logits
+from fuelrail.pipeline.sample.schema import box_corners
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.channels.table import Channel
@@ -23,6 +24,9 @@ ABOVE_M: Final = 51.2
 """The view from above reaches this far along x and y."""
 ON_IMAGES: Final = ("image", "image_points")
 """Laws of channels whose values are drawn on an image."""
+
+OUTLINE: Final = [0, 2, 6, 4]
+"""Corners of a box around its upper face: what is seen from above."""
 
 _GAP_PX: Final = 4
 _DARK: Final = 24
@@ -111,18 +115,18 @@ def contact_sheet(
         _draw_tiles(frame, cameras, values if number == key else ())
         for number, frame in enumerate(frames)
     ]
-    placed = [c for c in _PLACES if c in cameras] if set(cameras) <= set(_PLACES) else list(cameras)
+    order = placed(cameras)
     if len(frames) == 1:
-        sheet = _join_grid([tiles[0][channel] for channel in placed], _COLUMNS)
+        sheet = _join_grid([tiles[0][channel] for channel in order], _COLUMNS)
     else:
         sheet = _join_grid(
-            [frame_tiles[channel] for channel in placed for frame_tiles in tiles],
+            [frame_tiles[channel] for channel in order for frame_tiles in tiles],
             len(frames),
         )
     boxes = frames[key].boxes
     if points is not None:
         rows = (
-            2 if len(frames) == 1 else len(placed)
+            2 if len(frames) == 1 else len(order)
         )  # of one frame the pane is as high as the sheet
         pane = _draw_from_above(min(len(sheet), 2 * len(sheet) // rows), boxes, points)
         pane = np.pad(
@@ -140,13 +144,22 @@ def contact_sheet(
             name = classes[label] if label >= 0 else "other"
             text = f"{name} {int((boxes.label == label).sum())}"
             corners = (left, 7), (left + 12, 19)
-            cv2.rectangle(legend, *corners, color=_choose_colour(label), thickness=cv2.FILLED)
+            cv2.rectangle(legend, *corners, color=colour_of(label), thickness=cv2.FILLED)
             _write(legend, text, (left + 18, 18), (230, 230, 230))
             left += 18 + _text_size(text)[0] + 24
         parts.append(legend)
     for channel, value in values:
         parts.append(_make_value_strip(width, channel, value))
     return np.concatenate(parts)
+
+
+def placed(cameras: Sequence[str]) -> list[str]:
+    """Return cameras in the order in which they are drawn: around the vehicle, if all of them are
+    known.
+    """
+    if set(cameras) <= set(_PLACES):
+        return [channel for channel in _PLACES if channel in cameras]
+    return list(cameras)
 
 
 def stack(sheets: Sequence[tuple[str, NDArray[np.uint8]]]) -> NDArray[np.uint8]:
@@ -184,21 +197,48 @@ def _draw_tiles(
             plain = tile.copy()
             projection = frame.ego2img[number].astype(np.float64)
             corners = frame.boxes.corners
-            depths = corners.mean(1) @ projection[2, :3] + projection[2, 3]
-            for box in np.argsort(-depths):
+            for box, lines in project_boxes(corners, projection, max(tile.shape[:2])):
                 _hide_behind(tile, plain, corners[box], projection)
-                colour = _choose_colour(int(frame.boxes.label[box]))
-                for a, b in (*_EDGES, *_FRONT):
-                    segment = project_segment(corners[box, a], corners[box, b], projection)
-                    # Far outside the picture OpenCV's fixed-point coordinates would overflow.
-                    if segment is None or np.abs(segment).max() > 20 * max(tile.shape[:2]):
-                        continue
-                    start, end = np.round(np.array(segment) * 16).astype(int).tolist()
+                colour = colour_of(int(frame.boxes.label[box]))
+                for start, end in np.round(lines * 16).astype(int).tolist():
                     cv2.line(tile, start, end, colour, lineType=cv2.LINE_AA, shift=4)
-        turned = "" if frame.ida_mat is None else _describe_turn(frame.ida_mat[number])
+        turned = "" if frame.ida_mat is None else turn_text(frame.ida_mat[number])
         _write_caption(tile, f"{channel}{frame.title}{turned}")
         tiles[channel] = tile
     return tiles
+
+
+def corners_by_yaw(boxes3d: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
+    """Return the corners [M, 8, 3] of boxes [M, 7], turned by their yaw alone, as those of a batch
+    are.
+    """
+    half = boxes3d[:, 6] / 2
+    zero = np.zeros(len(boxes3d))
+    rotation_wxyz = np.stack([np.cos(half), zero, zero, np.sin(half)], 1)
+    return box_corners(boxes3d, rotation_wxyz).astype(np.float64)
+
+
+def project_boxes(
+    corners: NDArray[np.float64], ego2img: NDArray[np.float64], size_px: int
+) -> Iterator[tuple[int, NDArray[np.float64]]]:
+    """Yield each box that is seen, the farthest first: its number, and its edges with a cross
+    in its front, [K, 2, 2].
+
+    ``corners`` are [M, 8, 3] in ego. Pixels (u, v) are centre-origin; edges of more than 20
+    ``size_px``, the image's longer side, away are left out.
+    """
+    depths = corners @ ego2img[2, :3] + ego2img[2, 3]
+    for box in np.argsort(-(corners.mean(1) @ ego2img[2, :3])).tolist():
+        if depths[box].max(initial=-np.inf) < NEAR_M:
+            continue
+        lines = []
+        for a, b in (*_EDGES, *_FRONT):
+            segment = project_segment(corners[box, a], corners[box, b], ego2img)
+            # Far outside the picture OpenCV's fixed-point coordinates would overflow.
+            if segment is not None and np.abs(segment).max() <= 20 * size_px:
+                lines.append(segment)
+        if lines:
+            yield box, np.array(lines)
 
 
 def project_segment(
@@ -220,7 +260,7 @@ def project_segment(
     return a[:2] / a[2], b[:2] / b[2]
 
 
-def _describe_turn(ida_mat: NDArray[np.floating[Any]]) -> str:
+def turn_text(ida_mat: NDArray[np.floating[Any]]) -> str:
     """Return those changes of an image that look like faults: a mirror, a rotation of half a
     degree or more.
     """
@@ -289,12 +329,12 @@ def _draw_from_above(
     if boxes is not None:
         for box, label in zip(boxes.corners, boxes.label.tolist(), strict=True):
             if np.abs(box[:, :2]).max() < ABOVE_M:
-                outline = box[[0, 2, 6, 4], :2]  # the upper or lower face, around
+                outline = box[OUTLINE, :2]
                 cv2.polylines(
                     pane,
                     [pixels(outline)],
                     isClosed=True,
-                    color=_choose_colour(label),
+                    color=colour_of(label),
                     lineType=cv2.LINE_AA,
                 )
                 centre = box[:, :2].mean(0)
@@ -304,7 +344,7 @@ def _draw_from_above(
                     pane,
                     line[0].tolist(),
                     line[1].tolist(),
-                    color=_choose_colour(label),
+                    color=colour_of(label),
                     thickness=2,
                     lineType=cv2.LINE_AA,
                 )
@@ -317,50 +357,53 @@ def _draw_from_above(
 def _draw_value(tile: NDArray[np.uint8], channel: Channel, value: Any) -> None:
     """Draw a value of law ``image`` or ``image_points`` on the image that it lies on."""
     if channel.law.name == "image":
-        # Labels by palette, numbers from blue to red.
-        raster = np.asarray(value)
-        if raster.ndim == 3:
-            mask = np.ones(raster.shape[:2], bool)
-            colours = raster.astype(np.uint8)
-        elif raster.dtype.kind != "f":
-            mask = raster != (channel.law.fill or 0.0)
-            colours = np.array(_PALETTE, np.uint8)[raster.astype(np.int64) % len(_PALETTE)]
-        else:
-            mask = np.isfinite(raster) & (raster != (channel.law.fill or 0.0))
-            numbers = raster[mask].astype(np.float64)
-            low = float(numbers.min()) if numbers.size else 0.0
-            high = float(numbers.max()) if numbers.size else 1.0
-            share = np.where(mask, (raster - low) / max(high - low, 1e-9), 0.0)
-            bgr = cv2.applyColorMap((share * 255).astype(np.uint8), cv2.COLORMAP_TURBO)
-            colours = np.asarray(bgr, np.uint8)[..., ::-1]
+        mask, colours = colour_raster(np.asarray(value), channel.law.fill or 0.0)
         tile[mask] = (tile[mask].astype(np.uint16) + colours[mask]) // 2
         return
     limit = 20 * max(tile.shape)
-    for boxes in _iter_groups(value, channel, "boxes"):
+    for boxes in groups_of(value, channel, "boxes"):
         for number, corners in enumerate(boxes[np.abs(boxes).max(-1, initial=0) < limit].tolist()):
             u, v, right, bottom = (round(side * 16) for side in corners)
             cv2.rectangle(
                 tile,
                 (u, v),
                 (right, bottom),
-                _choose_colour(number),
+                colour_of(number),
                 lineType=cv2.LINE_AA,
                 shift=4,
             )
-    for points in _iter_groups(value, channel, "points"):
+    for points in groups_of(value, channel, "points"):
         for number, point in enumerate(points[np.abs(points).max(-1, initial=0) < limit].tolist()):
             cv2.circle(
                 tile,
                 center=(round(point[0] * 16), round(point[1] * 16)),
                 radius=32,
-                color=_choose_colour(number),
+                color=colour_of(number),
                 thickness=cv2.FILLED,
                 lineType=cv2.LINE_AA,
                 shift=4,
             )
 
 
-def _iter_groups(value: Any, channel: Channel, role: str) -> Iterator[NDArray[np.float64]]:
+def colour_raster(raster: NDArray[Any], fill: float) -> tuple[NDArray[np.bool_], NDArray[np.uint8]]:
+    """Return where a raster has values, [H, W], and these as colours, uint8 [H, W, 3]: labels by
+    palette, numbers from blue to red.
+    """
+    if raster.ndim == 3:
+        return np.ones(raster.shape[:2], bool), raster.astype(np.uint8)
+    if raster.dtype.kind != "f":
+        colours = np.array(_PALETTE, np.uint8)[raster.astype(np.int64) % len(_PALETTE)]
+        return raster != fill, colours
+    mask = np.isfinite(raster) & (raster != fill)
+    numbers = raster[mask].astype(np.float64)
+    low = float(numbers.min()) if numbers.size else 0.0
+    high = float(numbers.max()) if numbers.size else 1.0
+    share = np.where(mask, (raster - low) / max(high - low, 1e-9), 0.0)
+    bgr = cv2.applyColorMap((share * 255).astype(np.uint8), cv2.COLORMAP_TURBO)
+    return mask, np.asarray(bgr, np.uint8)[..., ::-1]
+
+
+def groups_of(value: Any, channel: Channel, role: str) -> Iterator[NDArray[np.float64]]:
     """Yield the groups of columns (M, K) that play a role."""
     for group in channel.law.roles.get(role, ()):
         columns = (
@@ -373,20 +416,22 @@ def _iter_groups(value: Any, channel: Channel, role: str) -> Iterator[NDArray[np
 
 def _make_value_strip(width: int, channel: Channel, value: Any) -> NDArray[np.uint8]:
     """Return a strip that names a channel, with its value where it is short."""
+    return _strip(width, f"{channel.name}: {value_text(channel, value)}")
+
+
+def value_text(channel: Channel, value: Any) -> str:
+    """Return a channel's value where it is short, else its form."""
     value = value.parts if isinstance(value, Logits) else value
     if isinstance(value, str | list):
-        text = value if isinstance(value, str) else " | ".join(value)
-    elif isinstance(value, dict):
-        text = ", ".join(
+        return value if isinstance(value, str) else " | ".join(value)
+    if isinstance(value, dict):
+        return ", ".join(
             f"{name} {list(np.shape(array_part))}" for name, array_part in value.items()
         )
-    else:
-        array = np.asarray(value)
-        is_short = array.size <= _SHORT and array.dtype.kind in "biuf"
-        text = (
-            str(array.tolist()) if is_short else f"{channel.kind} {array.dtype} {list(array.shape)}"
-        )
-    return _strip(width, f"{channel.name}: {text}")
+    array = np.asarray(value)
+    if array.size <= _SHORT and array.dtype.kind in "biuf":
+        return str(array.tolist())
+    return f"{channel.kind} {array.dtype} {list(array.shape)}"
 
 
 def _strip(width: int, text: str) -> NDArray[np.uint8]:
@@ -423,7 +468,8 @@ def _text_size(text: str) -> tuple[int, int]:
     return width, height
 
 
-def _choose_colour(label: int) -> tuple[int, int, int]:
+def colour_of(label: int) -> tuple[int, int, int]:
+    """Return the colour of a class, RGB; white of a label that is none."""
     return (255, 255, 255) if label < 0 else _PALETTE[label % len(_PALETTE)]
 
 

@@ -114,7 +114,7 @@ def test_captions_say_what_turned_the_picture(degrees, flip):
     turned = (degrees, degrees + 1e-9)
     image = ImageAugment(height=40, width=60, train=True, flip_prob=flip, rotate_deg=turned)
     (image_map,) = image.draw([(100, 80)], seed=1, epoch=0, sample=0)
-    caption = drawing._describe_turn(ida_mats([image_map])[0])
+    caption = drawing.turn_text(ida_mats([image_map])[0])
     assert ("mirrored" in caption) == (flip == 1.0)
     assert (f"{degrees:+.1f} deg" in caption) == (degrees != 0.0)
 

@@ -1,0 +1,1 @@
+"""Look into a dataset in a browser: `fuelrail browse`."""

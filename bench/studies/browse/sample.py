@@ -1,0 +1,312 @@
+"""One sample as a page shows it: what is drawn on its cameras and from above, its values, and where
+its bytes are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+import numpy as np
+import simplejpeg
+
+from fuelrail.loaders.decode.arrays import decode_jpeg
+from fuelrail.loaders.storage.reader import SampleReader
+from fuelrail.loaders.view import ViewOptions, load_sample
+from fuelrail.pipeline.channels.kinds import KINDS
+from fuelrail.pipeline.channels.selection import decode_values
+from fuelrail.pipeline.errors import ConfigError, FuelrailError, needs
+from fuelrail.pipeline.sample.image_header import probe
+
+with needs("`fuelrail browse`", "fuelrail[opencv]"):
+    from fuelrail.loaders.viewer import drawing
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from fuelrail.pipeline.channels.table import Channel
+    from fuelrail.pipeline.format.dataset import Dataset
+    from fuelrail.pipeline.format.index.row import IndexRow
+    from fuelrail.pipeline.format.layers import Layer
+    from fuelrail.pipeline.sample.schema import Sample
+    from fuelrail.pipeline.transforms.image import ImageAugment
+
+_MOST_POINTS: Final = 60_000
+"""Points of a lidar that are sent; of more, every second one, third one, and so on."""
+_MOST_SHAPES: Final = 500
+"""Boxes, and points, of a channel on an image."""
+_QUALITY: Final = 85
+
+
+class DatasetSamples:
+    """Samples of a dataset with its layers. Thread-safe; the last ones are kept, so that each is
+    read from storage once.
+    """
+
+    def __init__(
+        self, dataset: Dataset, layers: Sequence[Layer], images: Mapping[str, ImageAugment]
+    ) -> None:
+        """``images`` are settings by name, for samples as a loader augments them."""
+        self.dataset = dataset
+        self.layers = tuple(layers)
+        self.images = dict(images)
+        manifest = dataset.manifest
+        self.cameras = [camera.channel for camera in manifest.cameras]
+        self.lidars = [lidar.channel for lidar in manifest.lidars]
+        self.places = [self.cameras.index(name) for name in drawing.placed(self.cameras)]
+        """The numbers of the cameras in the order in which they are placed."""
+        self.colours = {
+            number: "#" + bytes(drawing.colour_of(number)).hex()
+            for number in range(-1, len(manifest.classes))
+        }
+        """The colour of each class by its number; -1 is that of other labels."""
+        self.channels = [
+            channel for channel in manifest.extra_channels if KINDS.find(channel.kind) is not None
+        ]
+        self._reader = SampleReader(dataset)
+        self.sample = lru_cache(16)(self._reader.sample)
+        self.thumbnail = lru_cache(2048)(self._make_thumbnail)
+        self._values = lru_cache(16)(self._read_values)
+
+    def close(self) -> None:
+        """Let go of files and connections."""
+        self._reader.storage.close()
+
+    def describe(self, row: int) -> dict[str, Any]:
+        """Return all of a sample but its pixels and points; of one that cannot be read, the place
+        of its bytes and the ``error``.
+        """
+        place = _place(self.dataset, self.dataset.index.row(row))
+        try:
+            sample = self.sample(row)
+            layers = {
+                layer.name: _place(layer.data, found[1])
+                for layer in self.layers
+                if (found := layer.find(row, sample.key)) is not None
+            }
+        except FuelrailError as error:
+            return {"place": place, "error": str(error)}
+        geometry = sample.geometry
+        ego2img = geometry.ego2img()
+        boxes = sample.boxes
+        corners = drawing.corners_by_yaw(np.zeros((0, 7)) if boxes is None else boxes.boxes3d)
+        cameras = []
+        for number, channel in enumerate(self.cameras):
+            late_ns = int(geometry.cam_timestamp_ns[number]) - sample.meta.timestamp_ns
+            meta = sample.meta.cameras.get(channel)
+            cameras.append(
+                {
+                    "name": channel,
+                    "is_there": channel in sample.images,
+                    "size": geometry.img_wh[number],
+                    "late_ms": late_ns / 1e6,
+                    "lens": "none" if meta is None else meta.dist_model,
+                    "boxes": _lines(corners, ego2img[number], geometry.img_wh[number]),
+                }
+            )
+        stated = []
+        for number, label in enumerate([] if boxes is None else boxes.label.tolist()):
+            assert boxes is not None
+            stated.append(
+                {
+                    "label": label,
+                    "name": self.dataset.manifest.classes[label] if label >= 0 else "other",
+                    "box": boxes.boxes3d[number].astype(float).round(2),
+                    "speed": float(np.linalg.norm(boxes.velocity[number, :2])),
+                    "points": int(boxes.num_lidar_pts[number]),
+                    "track": f"{int(boxes.instance_id[number]) % 2**64:x}",
+                    "outline": corners[number, drawing.OUTLINE, :2].round(3),
+                }
+            )
+        facts: dict[str, Any] = msgspec.to_builtins(sample.meta)
+        del facts["cameras"]
+        num_points = [len(sample.points.get(name, ())) for name in self.lidars]
+        return {
+            "place": place,
+            "layers": layers,
+            "cameras": cameras,
+            "boxes": None if boxes is None else stated,
+            "num_points": num_points,
+            "channels": self._describe_channels(row, sample),
+            "meta": {
+                name: value if isinstance(value, str) else msgspec.json.encode(value).decode()
+                for name, value in facts.items()
+            },
+        }
+
+    def image(self, row: int, camera: int) -> tuple[str, bytes]:
+        """Return the media type and the bytes of an image as stored.
+
+        Raises ConfigError where there is none, ImageError where it is none.
+        """
+        encoded = self.sample(row).images.get(self._camera(camera))
+        if encoded is None:
+            raise ConfigError("the sample has no image of this camera")
+        return f"image/{probe(encoded).format}", bytes(encoded)
+
+    def points(self, row: int, lidar: int) -> tuple[str, bytes]:
+        """Return points of a lidar in ego, (x, y, z) of each, float32, little-endian."""
+        sample = self.sample(row)
+        name = self.lidars[lidar] if lidar < len(self.lidars) else ""
+        if name not in sample.points:
+            raise ConfigError("the sample has no points of this lidar")
+        points = sample.points[name][:, :3]
+        lidar2ego = sample.geometry.lidar2keyego(lidar)
+        with np.errstate(all="ignore"):
+            points = points[:: len(points) // _MOST_POINTS + 1].astype(np.float64)
+            moved = (points @ lidar2ego[:3, :3].T + lidar2ego[:3, 3]).astype("<f4")
+        return "application/octet-stream", moved[np.isfinite(moved).all(1)].tobytes()
+
+    def raster(self, row: int, name: str) -> tuple[str, bytes]:
+        """Return a channel of law ``image`` in colours, as a PNG that is clear where it has no
+        value.
+        """
+        channel, value = self._values(row)[0].get(name, (None, None))
+        if channel is None or channel.law.name != "image":
+            raise ConfigError(f"the sample has no raster {name!r}")
+        mask, colours = drawing.colour_raster(np.asarray(value), channel.law.fill or 0.0)
+        return "image/png", drawing.png(np.dstack([mask * np.uint8(255), colours]))
+
+    def as_loaded(self, row: int, name: str, seed: int, epoch: int) -> list[dict[str, Any]]:
+        """Return the cameras of a sample as a loader augments them, with boxes.
+
+        Raises ConfigError for unknown settings of images, and without torch.
+        """
+        if name not in self.images:
+            raise ConfigError(f"no image settings {name!r}; there are: {', '.join(self.images)}")
+        options = ViewOptions(image=self.images[name], train=True, seed=seed, epoch=epoch)
+        batch, loader = load_sample(self.dataset, row, self.sample(row), options)
+        from fuelrail.loaders.viewer.batch import frames_of
+
+        frame = frames_of(batch, 0, loader)[0]
+        assert frame.ida_mat is not None
+        cameras = []
+        for number, channel in enumerate(loader.cameras):
+            pixels = np.ascontiguousarray(frame.images[number].transpose(1, 2, 0))
+            size = np.array(pixels.shape[1::-1])
+            boxes = []
+            if frame.boxes is not None:
+                ego2img = frame.ego2img[number].astype(np.float64)
+                for box, lines in _lines(frame.boxes.corners, ego2img, size):
+                    boxes.append((int(frame.boxes.label[box]), lines))
+            turned = drawing.turn_text(frame.ida_mat[number])
+            cameras.append({"name": channel, "size": size, "boxes": boxes, "turned": turned})
+            cameras[-1]["image"] = _jpeg(pixels)  # base64 in JSON
+        return cameras
+
+    def _make_thumbnail(self, row: int, camera: int, width: int) -> tuple[str, bytes]:
+        channel = self._camera(camera)
+        encoded = self.dataset.read(row, [channel]).get(channel)  # not the whole sample
+        if encoded is None:
+            raise ConfigError("the sample has no image of this camera")
+        info = probe(encoded)
+        width = min(width, info.width)
+        height = max(round(info.height * width / info.width), 1)
+        return "image/jpeg", _jpeg(decode_jpeg(encoded, size=(width, height)))
+
+    def _read_values(self, row: int) -> tuple[dict[str, tuple[Channel, Any]], dict[str, str]]:
+        """Return channel and value of all further channels that a sample has, with those of layers;
+        and what is wrong with the others.
+        """
+        sample = self.sample(row)
+        values: dict[str, tuple[Channel, Any]] = {}
+        faults = {}
+        for channel in self.channels:
+            try:
+                value = decode_values(sample.extra, [channel], sample.key)[channel.name]
+                values |= {} if value is None else {channel.name: (channel, value)}
+            except FuelrailError as error:
+                faults[channel.name] = str(error)
+        for layer in self.layers:
+            try:
+                found = layer.find(row, sample.key)
+                parts = {} if found is None else layer.data.read(found[0])
+            except FuelrailError as error:
+                faults[layer.name] = str(error)
+                continue
+            for stored, joined in zip(layer.manifest.channels, layer.channels, strict=True):
+                if stored.name in parts:
+                    values[joined.name] = joined, parts[stored.name]
+        known = {channel.field for channel in self.channels}
+        for field, data in sample.extra.items():
+            if field not in known:
+                faults[field] = f"{len(memoryview(data)):,} bytes"
+        return values, faults
+
+    def _describe_channels(self, row: int, sample: Sample) -> list[dict[str, Any]]:
+        values, faults = self._values(row)
+        described: list[dict[str, Any]] = []
+        for name, (channel, value) in values.items():
+            law = channel.law
+            camera = self.cameras.index(law.camera) if law.camera in self.cameras else -1
+            stated = {"name": name, "text": _value_in_words(channel, value), "camera": -1}
+            if camera >= 0 and law.name in drawing.ON_IMAGES:
+                stated["camera"] = camera
+                stated |= _drawn(channel, value, int(sample.geometry.img_wh[camera, 0]))
+            described.append(stated)
+        return described + [
+            {"name": name, "text": text, "camera": -1} for name, text in faults.items()
+        ]
+
+    def _camera(self, number: int) -> str:
+        if number >= len(self.cameras):
+            raise ConfigError(f"no camera {number}: the dataset has {len(self.cameras)}")
+        return self.cameras[number]
+
+
+def _place(data: Dataset, entry: IndexRow) -> dict[str, Any]:
+    """Return where a sample's bytes are."""
+    return {
+        "key": entry.key,
+        "shard": data.shards.name_of(entry),
+        "offset": entry.offset,
+        "length": entry.length,
+        "xxh3": f"{entry.xxh3:016x}",
+        "members": [
+            (each.name, each.offset, each.stored_bytes, each.raw_bytes, each.codec)
+            for each in entry.members
+        ],
+    }
+
+
+def _lines(
+    corners: NDArray[np.float64], ego2img: NDArray[np.float64], size: NDArray[Any]
+) -> list[tuple[int, NDArray[np.float64]]]:
+    """Return each box that a camera sees with its edges, [K, 4] pixels (u, v, u, v); none where
+    ``ego2img`` is not known.
+    """
+    if not np.isfinite(ego2img).all():
+        return []
+    seen = drawing.project_boxes(corners, ego2img, int(size.max()))
+    return [(box, lines.reshape(-1, 4).round(3)) for box, lines in seen]
+
+
+def _drawn(channel: Channel, value: Any, width_px: int) -> dict[str, Any]:
+    """Return what a page draws of a channel on an image: where its raster ends, or its shapes."""
+    if channel.law.name == "image":  # the raster's last pixels may lie beyond the image
+        width = np.asarray(value).shape[1] * (channel.law.fraction or 1)
+        return {"is_raster": True, "shapes": {}, "width": width / max(width_px, 1)}
+    shapes = {}
+    for role in ("boxes", "points"):
+        groups = list(drawing.groups_of(value, channel, role))
+        finite = [group[np.isfinite(group).all(1)][:_MOST_SHAPES].round(2) for group in groups]
+        shapes[role] = np.concatenate(finite) if finite else ()
+    return {"is_raster": False, "shapes": shapes}
+
+
+def _jpeg(pixels: NDArray[np.uint8]) -> bytes:
+    encoded: bytes = simplejpeg.encode_jpeg(pixels, quality=_QUALITY, colorspace="RGB")
+    return encoded
+
+
+def _value_in_words(channel: Channel, value: Any) -> str:
+    """Return the form of a value, and its first and last numbers."""
+    text = drawing.value_text(channel, value)
+    for name, part in (value if isinstance(value, dict) else {"": value}).items():
+        array = np.asarray(part)
+        if array.dtype.kind in "biuf" and array.size > 8 and channel.kind != "image":
+            shown = np.array2string(array, threshold=24, edgeitems=2, precision=4)
+            text += f"\n{name} {shown}"
+    return text

@@ -1,0 +1,299 @@
+"""`fuelrail browse`: a server on the loopback interface that shows a dataset in a browser, and
+nothing else of this machine.
+
+Each request needs the token of the address, which the first one moves into a cookie, and a ``Host``
+that is this server: no page of somebody else can ask it. Files of the page are found by their names
+and samples by their numbers; no path is made of a request.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import secrets
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated, Any, Final, NamedTuple, Self
+from urllib.parse import parse_qsl, urlsplit
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from fuelrail.bench.studies.browse.rows import DatasetRows
+from fuelrail.bench.studies.browse.sample import DatasetSamples
+from fuelrail.loaders.view import parse_layers
+from fuelrail.pipeline.errors import ConfigError, FuelrailError
+from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.pipeline.format.layers import open_layer
+from fuelrail.pipeline.settings import CheckedSettings, flag, load_yaml, make_options, preset_files
+from fuelrail.pipeline.text import message, shortened
+from fuelrail.pipeline.transforms.image import ImageAugment
+
+_TYPES: Final = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+_HEADERS: Final = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "img-src 'self' data:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-store",
+}
+_MOST_TEXT: Final = 4000
+_Whole = Annotated[int, Meta(ge=0, le=(1 << 53) - 1)]
+_Text = Annotated[str, Meta(max_length=10_000)]
+
+
+class BrowseOptions(CheckedSettings, frozen=True, kw_only=True):
+    """Options of `fuelrail.bench.browse`, and the flags of ``fuelrail browse``."""
+
+    port: Annotated[int, Meta(ge=0, le=65535), flag("port; 0 takes any free one")] = 0
+    layers: Annotated[
+        dict[str, str] | None,
+        flag("layers to show, too", parse=parse_layers, metavar="NAME=PATH,..."),
+    ] = None
+    order: Annotated[
+        tuple[str, ...],
+        flag("order file to show steps of; repeatable", repeat=True, metavar="FILE"),
+    ] = ()
+    ledger: Annotated[str | None, flag("ledger of a run to show steps of", metavar="FILE")] = None
+    image: Annotated[
+        str | None, flag("image settings of a loader, beside the presets", metavar="YAML")
+    ] = None
+
+
+class Query(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a request may ask for; each takes what it needs."""
+
+    row: _Whole = 0
+    first: _Whole = 0
+    count: Annotated[int, Meta(ge=1, le=500)] = 60
+    filter: _Text = ""
+    split: _Text = ""
+    columns: _Text = ""
+    sensor: _Whole = 0
+    width: Annotated[int, Meta(ge=16, le=640)] = 240
+    name: _Text = ""
+    seed: _Whole = 0
+    epoch: _Whole = 0
+    step: _Whole = 0
+    batch: Annotated[int, Meta(ge=1, le=(1 << 53) - 1)] = 16
+
+
+class Answer(NamedTuple):
+    """What a request is answered with."""
+
+    status: int
+    media_type: str
+    body: bytes
+    headers: Mapping[str, str] = MappingProxyType({})
+
+
+class Browser:
+    """A dataset at ``url``, served from threads of its own until it is closed."""
+
+    def __init__(self, rows: DatasetRows, samples: DatasetSamples, port: int = 0) -> None:
+        """Serve at once; raises ConfigError where the port is taken."""
+        self._rows = rows
+        self._samples = samples
+        page = Path(__file__).parent / "page"
+        self._files = {f"/{file.name}": file for file in page.iterdir()}
+        self._files["/"] = page / "index.html"
+        # A media type with bytes is sent as it is, all else as JSON.
+        self._calls: dict[str, Callable[[Query], Any]] = {
+            "/api/dataset": lambda _: self._describe(),
+            "/api/rows": lambda q: rows.page(
+                q.filter,
+                q.split,
+                first=q.first,
+                count=q.count,
+                names=q.columns.split("\n") if q.columns else (),
+            ),
+            "/api/clips": lambda q: rows.clips(q.filter, q.split, q.first, q.count),
+            "/api/clip": lambda q: rows.clip(q.row),
+            "/api/sample": lambda q: samples.describe(q.row),
+            "/api/attributes": lambda q: rows.attributes(q.row),
+            "/api/loaded": lambda q: samples.as_loaded(q.row, q.name, q.seed, q.epoch),
+            "/api/order": lambda q: rows.step_of_order(
+                q.name, q.split, epoch=q.epoch, step=q.step, global_batch=q.batch
+            ),
+            "/api/run": lambda q: rows.step_of_run(q.step),
+            "/image": lambda q: samples.image(q.row, q.sensor),
+            "/thumbnail": lambda q: samples.thumbnail(q.row, q.sensor, q.width),
+            "/raster": lambda q: samples.raster(q.row, q.name),
+            "/points": lambda q: samples.points(q.row, q.sensor),
+        }
+        self._token = secrets.token_urlsafe(24)
+        try:
+            self._server = ThreadingHTTPServer(("127.0.0.1", port), partial(_Handler, self.answer))
+        except OSError as error:
+            raise ConfigError(f"port {port}: {error.strerror}; 0 takes any free one") from error
+        port = self._server.server_address[1]
+        self._hosts = {f"127.0.0.1:{port}", f"localhost:{port}"}
+        self._cookie = f"fuelrail-{port}"
+        self.url = f"http://127.0.0.1:{port}/?token={self._token}"
+        self.thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self.thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop serving and free the port."""
+        self._server.shutdown()
+        self._server.server_close()
+        self.thread.join()
+        self._samples.close()
+
+    def answer(self, target: str, hosts: list[str], cookies: str, site: str) -> Answer:
+        """Answer a GET request by its target and by its headers ``Host``, ``Cookie`` and
+        ``Sec-Fetch-Site``.
+        """
+        if len(hosts) != 1 or hosts[0] not in self._hosts:
+            return _refuse(403, "this is not the address of the server")
+        try:
+            url = urlsplit(target)
+            given = dict(parse_qsl(url.query, keep_blank_values=True, max_num_fields=20))
+        except ValueError:
+            return _refuse(400, "the address cannot be read")
+        if url.path == "/" and self._is_token(given.get("token", "")):
+            cookie = f"{self._cookie}={self._token}; Path=/; HttpOnly; SameSite=Strict"
+            return Answer(303, "text/plain", b"", {"Set-Cookie": cookie, "Location": "/"})
+        pairs = dict(part.strip().partition("=")[::2] for part in cookies.split(";"))
+        if not self._is_token(pairs.get(self._cookie, "")):
+            return _refuse(403, "open the address that `fuelrail browse` printed")
+        if url.path in self._files:
+            file = self._files[url.path]
+            return Answer(200, f"{_TYPES[file.suffix]}; charset=utf-8", file.read_bytes())
+        if site not in ("", "none", "same-origin"):
+            return _refuse(403, "a page of another site asked")
+        if url.path not in self._calls:
+            return _refuse(404, "there is no such page")
+        try:
+            query = msgspec.convert(given, Query, strict=False)
+            if query.row >= max(len(self._rows.dataset), 1):
+                return _refuse(404, f"no row {query.row}: it has {len(self._rows.dataset)} samples")
+            found = self._calls[url.path](query)
+        except msgspec.ValidationError as error:
+            return _refuse(400, str(error))
+        except FuelrailError as error:
+            return _refuse(422, str(error))
+        except MemoryError:
+            return _refuse(422, "there is no memory for it")
+        is_file = isinstance(found, tuple)
+        return Answer(200, *found) if is_file else _json(200, _plain(found))
+
+    def _is_token(self, text: str) -> bool:
+        return hmac.compare_digest(text.encode(), self._token.encode())
+
+    def _describe(self) -> dict[str, Any]:
+        dataset = self._rows.dataset
+        manifest = dataset.manifest
+        history = self._rows.history
+        return {
+            "name": manifest.name,
+            "location": dataset.location,
+            "num_samples": len(dataset),
+            "num_clips": manifest.num_clips,
+            "splits": {name: entry.num_samples for name, entry in dataset.splits.items()},
+            "cameras": self._samples.cameras,
+            "lidars": self._samples.lidars,
+            "classes": manifest.classes,
+            "places": self._samples.places,
+            "colours": self._samples.colours,
+            "attributes": self._rows.names(),
+            "images": list(self._samples.images),
+            "layers": [layer.name for layer in self._rows.layers],
+            "orders": list(self._rows.orders),
+            "num_steps_of_run": None if history is None else history.num_steps,
+        }
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    timeout = 30
+
+    def __init__(self, answer: Callable[..., Answer], *args: Any) -> None:
+        self._answer = answer
+        super().__init__(*args)
+
+    def handle(self) -> None:
+        with contextlib.suppress(ConnectionError, TimeoutError):  # the other side went away
+            super().handle()
+
+    def do_GET(self) -> None:
+        headers = self.headers
+        site = headers.get("Sec-Fetch-Site", "")
+        hosts = headers.get_all("Host", [])
+        self._send(self._answer(self.path, hosts, headers.get("Cookie", ""), site))
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        self.close_connection = True
+        self._send(_refuse(code, message or explain or "this is no request"))
+
+    def version_string(self) -> str:
+        return "fuelrail"
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def _send(self, answer: Answer) -> None:
+        self.send_response(answer.status)
+        size = {"Content-Type": answer.media_type, "Content-Length": str(len(answer.body))}
+        for name, value in {**size, **_HEADERS, **answer.headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(answer.body)
+
+
+def browse(
+    dataset: str | os.PathLike[str],
+    options: BrowseOptions | None = None,
+    **changes: Any,  # fields of BrowseOptions
+) -> Browser:
+    """Serve a page on 127.0.0.1 that shows a dataset: open the ``url`` of what is returned, and
+    ``close()`` it.
+
+    Nothing is written, and nothing is read but the dataset, its layers, and the files that the
+    options name. Raises ConfigError, DatasetErrors, OrderError and LedgerError.
+    """
+    options = make_options(BrowseOptions, options, changes)
+    opened = open_dataset(dataset)
+    places = options.layers or {}
+    layers = [open_layer(name, place, opened, "mask") for name, place in places.items()]
+    files = {} if options.image is None else {Path(options.image).stem: Path(options.image)}
+    files |= preset_files(ImageAugment)
+    images = {name: load_yaml(file, ImageAugment) for name, file in files.items()}
+    rows = DatasetRows(opened, layers, options.order, options.ledger)
+    return Browser(rows, DatasetSamples(opened, layers, images), options.port)
+
+
+def _json(status: int, value: Any) -> Answer:
+    return Answer(status, "application/json", msgspec.json.encode(value))
+
+
+def _refuse(status: int, text: str) -> Answer:
+    return _json(status, {"error": message(text)})
+
+
+def _plain(value: Any) -> Any:
+    """Return a value for JSON: texts of strangers cut and without control characters, and arrays as
+    lists.
+    """
+    if isinstance(value, str):
+        return "\n".join(shortened(line, _MOST_TEXT) for line in value[:_MOST_TEXT].split("\n"))
+    if isinstance(value, dict):
+        return {_plain(str(name)): _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value.tolist() if isinstance(value, np.ndarray) else value

@@ -1,0 +1,224 @@
+"""The page of `fuelrail browse` in Chromium: what it draws, its keys, its links, and hostile names."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import cv2
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+import fuelrail as fr
+from fuelrail import bench
+from fuelrail.loaders.viewer import drawing
+from support.browsing import drawn_layer
+from support.chromium import CHROMIUM, open_page
+from support.hostile import edited, small_dataset
+
+pytestmark = [
+    pytest.mark.network,
+    pytest.mark.process,
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed here"),
+]
+
+IS_SHOWN = """
+document.querySelectorAll('#cameras .picture img').length > 0
+&& [...document.querySelectorAll('#cameras img')].every((image) => image.complete && image.naturalWidth)
+&& document.querySelectorAll('.tile').length > 0
+"""
+# The ends of each line that is drawn on a camera, in pixels of its image whose centres are whole numbers.
+LINES = """
+[...document.querySelectorAll('#cameras .pair')].map((pair) => {
+  const image = pair.querySelector('img');
+  const place = image.getBoundingClientRect();
+  return [...pair.querySelectorAll('svg path')].flatMap((path) => {
+    const matrix = path.getScreenCTM();
+    return path.getAttribute('d').match(/[^ML]+/g).map((text) => {
+      const [u, v] = text.trim().split(' ').map(Number);
+      const point = new DOMPoint(u, v).matrixTransform(matrix);
+      return [(point.x - place.x) / place.width * image.naturalWidth - 0.5,
+              (point.y - place.y) / place.height * image.naturalHeight - 0.5];
+    });
+  });
+})
+"""
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return small_dataset(tmp_path_factory.mktemp("browsed") / "d")
+
+
+@pytest.fixture(scope="module")
+def browser(root, tmp_path_factory):
+    place = tmp_path_factory.mktemp("beside")
+    drawn_layer(root, place / "seen")
+    (place / "own.yaml").write_text("height: 48\nwidth: 64\n")
+    (place / "night.yaml").write_text("kind: shuffled\nseed: 3\nfilter: night\n")
+    options = {"layers": {"seen": str(place / "seen")}, "order": (str(place / "night.yaml"),)}
+    with bench.browse(root, **options, image=str(place / "own.yaml")) as browser:
+        yield browser
+
+
+@pytest.fixture
+def page(browser, tmp_path):
+    with open_page(f"{browser.url}#row=3", tmp_path / "profile") as page:
+        page.wait(IS_SHOWN)
+        yield page
+        assert page.complaints == []
+
+
+def test_boxes_are_where_view_draws_them(page, root, monkeypatch):
+    """Within 0.1 pixels of the stored image, every line in the same order."""
+    drawn: list[list[np.ndarray]] = []
+    tiles: list[int] = []
+    line = cv2.line
+
+    def record(tile, start, end, *args, **options):
+        if options.get("shift") == 4:
+            if id(tile) not in tiles:
+                tiles.append(id(tile))
+                drawn.append([])
+            drawn[-1] += [np.array(start) / 16, np.array(end) / 16]
+        return line(tile, start, end, *args, **options)
+
+    monkeypatch.setattr(drawing.cv2, "line", record)
+    report = fr.view(root, "clip-0000-000003")
+    assert report.num_boxes == 3
+    shown = [camera for camera in page.run(LINES) if camera]
+    assert len(shown) == len(drawn) > 0
+    for ours, theirs in zip(shown, drawn, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=0.1)
+        assert np.abs(np.array(ours) - theirs).max() < 0.1
+
+
+def test_boxes_are_hidden_by_key_and_by_class(page):
+    count = "[...document.querySelectorAll('#cameras svg g')].filter((g) => !g.matches('.is-off')).length"
+    all_boxes = page.run(count)
+    assert all_boxes > 0
+    page.run("document.querySelector('#classes input').click()")
+    assert 0 <= page.run(count) < all_boxes
+    page.press("b")
+    assert page.run(count) == 0
+    page.press("b")
+    page.run("document.querySelector('#classes input').click()")
+    assert page.run(count) == all_boxes
+
+
+def test_arrows_step_through_the_clip(page):
+    page.press("ArrowLeft")
+    page.wait("document.querySelector('#key').textContent === 'clip-0000-000002'")
+    page.wait("document.querySelector('#when').textContent.includes('frame 3 of 4')")
+    page.press("ArrowRight")
+    page.wait("document.querySelector('#key').textContent === 'clip-0000-000003'")
+    page.press("]")
+    page.wait("document.querySelector('#key').textContent === 'clip-0001-000000'")
+
+
+def test_a_link_opens_the_same_view(page, browser, tmp_path):
+    page.run("document.querySelector('#filter').value = 'night'")
+    page.run("document.querySelector('#search').requestSubmit()")
+    page.wait("document.querySelectorAll('.tile').length === 4")
+    page.press("2")
+    page.press("b")
+    view = "document.querySelector('main').innerText + document.querySelector('#cameras').className"
+    page.wait(IS_SHOWN)
+    shown = page.run(view)
+    assert "is-one" in shown
+    fragment = page.run("location.hash")
+    with open_page(browser.url + fragment, tmp_path / "other") as other:
+        other.wait(IS_SHOWN)
+        other.wait("document.querySelectorAll('.tile').length === 4")
+        other.wait("document.querySelector('#attributes tbody tr') !== null")
+        other.wait("document.querySelector('#when').textContent !== ''")
+        assert other.run(view) == shown
+        assert other.complaints == []
+
+
+def test_channels_of_a_layer_are_drawn(page):
+    page.run(
+        "[...document.querySelectorAll('#drawn input')].forEach((input, n) => "
+        "document.querySelectorAll('#drawn input')[n].click())"
+    )
+    page.wait("document.querySelectorAll('#cameras svg rect').length === 1")
+    page.wait("document.querySelector('img.raster')?.naturalWidth === 64")
+
+
+def test_a_sample_is_shown_as_loaded_beside_the_stored_one(page):
+    page.press("a")
+    page.wait("document.querySelectorAll('.as-loaded img').length === 2")
+    page.wait(IS_SHOWN)
+    assert page.run("document.querySelector('.as-loaded img').naturalWidth") == 64
+
+
+def test_steps_of_an_order_are_thumbnails(page):
+    page.run(
+        "[...document.querySelectorAll('#kinds button')].find((b) => b.textContent === 'Order').click()"
+    )
+    page.wait("document.querySelector('#count').textContent === 'epoch 0, step 0 of 1'")
+    assert page.run("document.querySelectorAll('.tile').length") == 4
+
+
+def test_a_wrong_filter_is_told(page):
+    page.run("document.querySelector('#filter').value = 'day > 2'")
+    page.run("document.querySelector('#search').requestSubmit()")
+    page.wait("document.querySelector('#fault').textContent.includes(\"no attribute 'day'\")")
+    page.complaints[:] = [text for text in page.complaints if "status of 422" not in text]
+
+
+def test_everything_that_takes_input_has_a_name(page):
+    """As Chromium tells accessibility tools; a narrow window scrolls in one direction only."""
+    nodes = page.call("Accessibility.getFullAXTree")["nodes"]
+    roles = {"button", "checkbox", "combobox", "textbox", "slider", "spinbutton", "image", "img"}
+    seen = set()
+    for node in nodes:
+        role = node.get("role", {}).get("value")
+        if role in roles and not node.get("ignored"):
+            seen.add(role)
+            assert node["name"]["value"], node
+    assert {"button", "checkbox", "slider"} <= seen
+    page.resize(360, 700)
+    assert page.run("document.documentElement.scrollWidth") <= 360
+
+
+HOSTILE = (
+    "<img src=x onerror='alert(1)'></script><script>alert(2)</script>\x1b\u202e\"&'`${alert(3)}"
+)
+
+
+def rename_night(file: bytes) -> bytes:
+    table = pq.read_table(io.BytesIO(file))
+    names = [HOSTILE if name == "night" else name for name in table.schema.names]
+    out = io.BytesIO()
+    pq.write_table(table.rename_columns(names), out)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("place", ["names", "keys", "meta", "columns"])
+def test_hostile_names_are_text(place, root, tmp_path):
+    with edited(root, tmp_path / "d") as parts:
+        if place == "names":
+            parts.manifest["name"] = HOSTILE
+            parts.manifest["classes"] = [HOSTILE, "pedestrian"]
+        for number, sample in enumerate(parts.samples):
+            meta = sample.members["meta.json"]
+            if place == "meta":
+                fields = json.loads(meta.raw) | {"clip_name": HOSTILE}
+                meta.raw = json.dumps(fields).encode()
+            if place == "keys":
+                sample.key = f"k{number}<b onclick=alert(1)>"
+        if place == "columns":
+            parts.edit_files["attributes.parquet"] = rename_night
+    with (
+        bench.browse(tmp_path / "d") as browser,
+        open_page(f"{browser.url}#row=3&boxes=1", tmp_path / "profile") as page,
+    ):
+        page.wait("document.querySelectorAll('.tile').length > 0")
+        page.wait("document.querySelector('#place') !== null")
+        word = "onclick" if place == "keys" else "onerror"
+        page.wait(f"document.documentElement.textContent.includes('{word}')")
+        assert page.run("document.querySelectorAll('script, [onerror], [onclick]').length") == 1
+        assert not [text for text in page.complaints if "status of 4" not in text]

@@ -1,0 +1,143 @@
+"""A page in headless Chromium, by the DevTools protocol over two pipes.
+
+::
+
+    with open_page("http://127.0.0.1:8000/", profile) as page:
+        page.wait("document.querySelector('img').complete")
+        assert not page.complaints
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import itertools
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+_LIMIT_S = 60
+
+
+class Page:
+    """One page. ``complaints`` are its console's warnings and errors, exceptions, and refused loads."""
+
+    def __init__(self, reading: int, writing: int) -> None:
+        self._reading = reading
+        self._writing = writing
+        self._numbers = itertools.count(1)
+        self._data = b""
+        self._session: str | None = None
+        self.complaints: list[str] = []
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
+        self._session = attached["sessionId"]
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self.call(f"{domain}.enable")
+
+    def call(self, method: str, **params: Any) -> dict[str, Any]:
+        number = next(self._numbers)
+        request = {"id": number, "method": method, "params": params}
+        if self._session is not None:
+            request["sessionId"] = self._session
+        os.write(self._writing, json.dumps(request).encode() + b"\0")
+        while (answer := self._receive()).get("id") != number:
+            pass
+        assert "error" not in answer, answer
+        return answer["result"]
+
+    def run(self, expression: str) -> Any:
+        """The value of an expression, of a promise when it is kept."""
+        result = self.call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
+        assert "exceptionDetails" not in result, result["exceptionDetails"]
+        return result["result"].get("value")
+
+    def wait(self, condition: str) -> None:
+        end = time.monotonic() + _LIMIT_S
+        while not self.run(condition):
+            assert time.monotonic() < end, (
+                f"waited for {condition}; {self.complaints}; {self.run('document.body.innerText')}"
+            )
+            time.sleep(0.02)
+
+    def press(self, key: str) -> None:
+        for kind in ("keyDown", "keyUp"):
+            text = {"text": key} if len(key) == 1 and kind == "keyDown" else {}
+            self.call("Input.dispatchKeyEvent", type=kind, key=key, **text)
+
+    def resize(self, width: int, height: int) -> None:
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self.call("Emulation.setDeviceMetricsOverride", **size)
+
+    def screenshot(self) -> bytes:
+        """The window's pixels as a PNG."""
+        return base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
+
+    def _receive(self) -> dict[str, Any]:
+        while b"\0" not in self._data:
+            readable, _, _ = select.select([self._reading], [], [], _LIMIT_S)
+            assert readable, "chromium does not answer"
+            part = os.read(self._reading, 1 << 20)
+            assert part, "chromium ended"
+            self._data += part
+        text, _, self._data = self._data.partition(b"\0")
+        said = json.loads(text)
+        params = said.get("params", {})
+        match said.get("method"):
+            case "Runtime.exceptionThrown":
+                self.complaints.append(json.dumps(params["exceptionDetails"]))
+            case "Runtime.consoleAPICalled":
+                self.complaints.append(json.dumps(params["args"]))
+            case "Log.entryAdded":
+                self.complaints.append(json.dumps(params["entry"])[:500])
+            case "Page.javascriptDialogOpening":
+                self.complaints.append("a dialog opened")
+        return said
+
+
+@contextlib.contextmanager
+def open_page(url: str, profile: Path, size: tuple[int, int] = (1400, 900)) -> Iterator[Page]:
+    """Chromium with a new profile in this folder, on a page; it has ended when the block ends."""
+    assert CHROMIUM is not None
+    child_reads, we_write = os.pipe()
+    we_read, child_writes = os.pipe()
+    flags = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--hide-scrollbars",
+        "--remote-debugging-pipe",
+        f"--user-data-dir={profile}",
+    ]
+    process = subprocess.Popen(
+        ["bash", "-c", f'exec "$0" "$@" 3<&{child_reads} 4>&{child_writes}', CHROMIUM, *flags],
+        pass_fds=(child_reads, child_writes),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    os.close(child_reads)
+    os.close(child_writes)
+    try:
+        page = Page(we_read, we_write)
+        page.resize(*size)
+        page.call("Page.navigate", url=url)
+        yield page
+    finally:
+        os.close(we_write)
+        os.close(we_read)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
