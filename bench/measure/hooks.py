@@ -58,13 +58,14 @@ _COLLECTIVES: Final = (
 class ModuleHook:
     """A hook of a module, which is not in copies and pickles of it."""
 
-    def __init__(self, call: Callable[[nn.Module], None]) -> None:
+    def __init__(self, recorder: Recorder, call: Callable[[nn.Module], None]) -> None:
+        self._recorder = recorder
         self._call = call
 
     def __call__(self, module: nn.Module, *_: Any) -> None:
         """Call it, unless the module is being compiled."""
         if not torch.compiler.is_compiling():
-            self._call(module)
+            self._recorder.call(self._call, module)
 
     def __reduce__(self) -> Any:
         # A checkpoint of a whole module needs a hook, and no part of this package: one of Python's
@@ -96,6 +97,8 @@ class Hooks:
         self._removals = contextlib.ExitStack()
         self._search = contextlib.ExitStack()
         self._modules = weakref.WeakSet[nn.Module]()
+        self._is_searching = False
+        self._sizes: dict[int, int] = {}
         self._depth = 0
         self._searches_until = _SEARCHED_STEPS
         for model in models:
@@ -103,12 +106,17 @@ class Hooks:
         if not self._modules:
             self._start_search()
         for handle in (
-            register_optimizer_step_pre_hook(self._before_update),
-            register_optimizer_step_post_hook(self._after_update),
+            register_optimizer_step_pre_hook(
+                lambda optimizer, *_: recorder.call(self._before_update, optimizer)
+            ),
+            register_optimizer_step_post_hook(
+                lambda optimizer, *_: recorder.call(self._after_update, optimizer)
+            ),
         ):
             self._removals.callback(handle.remove)
         self._replace(torch.autograd, "backward", self._backward)
         self._replace(torch, "save", self._around("checkpoint"))
+        self._replace(nn.Module, "train", self._set_mode)
         if dist.is_available():
             for name in _COLLECTIVES:
                 self._replace(dist, name, self._around("all_reduce"))
@@ -158,6 +166,16 @@ class Hooks:
 
         return backward
 
+    def _set_mode(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def train(module: nn.Module, mode: bool = True) -> Any:
+            # Evaluation may call another module, such as a copy with averaged weights.
+            if not mode and module not in self._modules and not self._is_searching:
+                self._recorder.call(self._start_search)
+            return original(module, mode)
+
+        return train
+
     def _make_iterator(self, original: Any) -> Any:
         recorder = self._recorder
 
@@ -178,7 +196,7 @@ class Hooks:
         @functools.wraps(original)
         def next_batch(iterator: Any) -> Any:
             batch = None
-            recorder.ask()
+            recorder.ask(iterator)
             try:
                 batch = original(iterator)
             finally:
@@ -187,18 +205,19 @@ class Hooks:
 
         return next_batch
 
-    def _before_update(self, optimizer: Any, *_: Any) -> None:
+    def _before_update(self, optimizer: Any) -> None:
         if self._optimizer in (None, optimizer):
             self._recorder.enter("optimiser")
 
-    def _after_update(self, optimizer: Any, *_: Any) -> None:
+    def _after_update(self, optimizer: Any) -> None:
         if self._optimizer in (None, optimizer):
             self._recorder.leave()
             self._recorder.updated()
             recorder = self._recorder
-            if recorder.num_steps >= self._searches_until:
+            if recorder.num_steps >= self._searches_until and self._is_searching:
                 self._search.close()
-            if recorder.lacks_forward and len(self._modules) < _MAX_MODULES:
+                self._is_searching = False
+            if recorder.lacks_forward and not self._is_searching:
                 self._searches_until = recorder.num_steps + _SEARCHED_STEPS
                 self._start_search()
 
@@ -207,12 +226,13 @@ class Hooks:
         recorder = self._recorder
         self._search.close()
         self._depth = 0
+        self._is_searching = True
 
         def before(module: nn.Module, _: Any) -> None:
             if torch.compiler.is_compiling() or not recorder.is_idle:
                 return
             if self._depth == 0 and module not in self._modules:
-                self._listen_to(module)
+                recorder.call(self._listen_to, module)
             self._depth += 1
 
         def after(*_: Any) -> None:
@@ -228,32 +248,31 @@ class Hooks:
         if len(self._modules) >= _MAX_MODULES:
             return
         self._modules.add(module)
-        parameter = next(module.parameters(), None)
-        recorder.num_parameters += sum(entry.numel() for entry in module.parameters())
-        if parameter is not None and parameter.is_cuda:
-            recorder.use_device(parameter.device)
-        begin = ModuleHook(lambda module: recorder.begin_forward(_is_training(module)))
-        end = ModuleHook(lambda _: recorder.end_forward())
+        for parameter in module.parameters():
+            self._sizes[id(parameter)] = parameter.numel()
+            if parameter.is_cuda:
+                recorder.use_device(parameter.device)
+        recorder.num_parameters = sum(self._sizes.values())
         inner = getattr(module, "module", None)
-        if isinstance(module, nn.parallel.DistributedDataParallel) and inner is not None:
-            # What comes before the wrapped module is a broadcast of buffers, which waits for ranks.
-            synced = ModuleHook(lambda _: recorder.end_broadcast())
-            started = ModuleHook(
-                lambda module: recorder.begin_forward(_is_training(module), is_broadcast=True)
-            )
-            handles = [
-                module.register_forward_pre_hook(started, prepend=True),
-                inner.register_forward_pre_hook(synced, prepend=True),
-            ]
-        else:
-            handles = [module.register_forward_pre_hook(begin, prepend=True)]
-        handles.append(module.register_forward_hook(end, always_call=True))
+        # What DDP does before the module in it is a broadcast of buffers, which waits for ranks.
+        has_broadcast = isinstance(module, nn.parallel.DistributedDataParallel)
+
+        def begin(module: nn.Module) -> None:
+            is_training = module.training and torch.is_grad_enabled()
+            recorder.begin_forward(is_training, is_broadcast=has_broadcast)
+
+        before = ModuleHook(recorder, begin)
+        after = ModuleHook(recorder, lambda _: recorder.end_forward())
+        handles = [
+            module.register_forward_pre_hook(before, prepend=True),
+            module.register_forward_hook(after, always_call=True),
+        ]
+        if has_broadcast and inner is not None:
+            synced = ModuleHook(recorder, lambda _: recorder.end_broadcast())
+            handles.append(inner.register_forward_pre_hook(synced, prepend=True))
+            self._listen_to(inner)  # which evaluation often calls
         for handle in handles:
             self._removals.callback(handle.remove)
-
-
-def _is_training(module: nn.Module) -> bool:
-    return module.training and torch.is_grad_enabled()
 
 
 @contextlib.contextmanager

@@ -80,10 +80,10 @@ def _guarded(method: Callable[..., None]) -> Callable[..., None]:
     """
 
     @functools.wraps(method)
-    def run(self: Recorder, *arguments: Any) -> None:
+    def run(self: Recorder, *args: Any, **kwargs: Any) -> None:
         if self.is_recording and get_ident() == self.thread:
             try:
-                method(self, *arguments)
+                method(self, *args, **kwargs)
             except Exception as error:  # noqa: BLE001 - an error of a measurement is no reason to end a run
                 self.fail(error)
 
@@ -120,6 +120,8 @@ class Recorder:
         self._epoch = 0
         self._num_samples = 0
         self._num_batches = 0
+        self._num_counted = 0
+        self._num_idle = 0
         self._has_forward = False
         self._is_trained = False
         self._is_evaluated = False
@@ -152,15 +154,22 @@ class Recorder:
 
     def use_device(self, device: Any) -> None:
         """Time phases by events of a CUDA device (``torch.device``) from the next step on."""
-        self._device = device
-        self._marks.clear()
+        if self._device is None:
+            self._device = device
+            self._marks.clear()
 
     @_guarded
-    def ask(self) -> None:
-        """Note that the loop asks for a batch. A step ends with the last update before that."""
+    def ask(self, batches: Any = None) -> None:
+        """Note that the loop asks an iterator for a batch. A step ends with the last update before
+        that.
+        """
         self._num_asking += 1
         if self._num_asking > 1:  # a loader inside a loader
             return
+        made = getattr(batches, "_data_queue", None)  # of torch's iterator with workers
+        if made is not None:
+            self._num_counted += 1
+            self._num_idle += made.qsize() >= batches._tasks_outstanding  # noqa: SLF001
         # What an exception has left open.
         self._stack.clear()
         self._num_ignored = 0
@@ -274,6 +283,11 @@ class Recorder:
             self.fail(error)
 
     @_guarded
+    def call(self, function: Callable[..., None], *args: Any) -> None:
+        """Call a hook of which an error must not end the training."""
+        function(*args)
+
+    @_guarded
     def updated(self) -> None:
         """Note that an optimiser made its step."""
         self._is_updated = True
@@ -341,7 +355,11 @@ class Recorder:
 
     def _close(self, end: int) -> None:
         """End the step at a mark, with which the next one begins."""
-        details = StepDetails(collector_ns=self._collector_ns)
+        details = StepDetails(
+            collector_ns=self._collector_ns,
+            num_counted=self._num_counted,
+            num_idle=self._num_idle,
+        )
         last = self._marks[-1]
         if last.ns - self._cpu[-1] >= _CPU_EVERY_NS:
             now = self._read_cpu()
@@ -366,6 +384,8 @@ class Recorder:
         self._marks = self._marks[end:]
         self._collector_ns = 0
         self._num_samples = 0
+        self._num_counted = 0
+        self._num_idle = 0
         self._is_updated = False
         self._has_forward = False
         self._write_passed()

@@ -74,6 +74,8 @@ class StepDetails(msgspec.Struct, kw_only=True, omit_defaults=True):
     - ``evaluation_ns``, ``checkpoint_ns``: parts of ``other_ns``;
     - ``collector_ns``: Python's garbage collection, in whichever phase;
     - ``data_cpu_ns``: CPU time of the trainer's thread while it waited for data;
+    - ``num_counted``, ``num_idle``: batches that torch's loader with workers was asked for, and of
+      these those before which all its workers had done their work;
     - ``process_cpu_ns``, ``workers_cpu_ns``, ``host_cpu_ns``: CPU time of the process, of its
       children, and of everything on the host, since the last record that has them (about a
       second), which lasted ``cpu_wall_ns``; ``trainer_queued_ns``: what the trainer's thread stood
@@ -85,6 +87,8 @@ class StepDetails(msgspec.Struct, kw_only=True, omit_defaults=True):
     checkpoint_ns: int = 0
     collector_ns: int = 0
     data_cpu_ns: int = 0
+    num_counted: int = 0
+    num_idle: int = 0
     process_cpu_ns: int = 0
     workers_cpu_ns: int = 0
     host_cpu_ns: int = 0

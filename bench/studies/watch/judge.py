@@ -8,7 +8,7 @@ to it, and to the phase in which it took most longer than they.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 
 from fuelrail.bench.measure.occupancy import MOSTLY
 from fuelrail.bench.measure.rates import bootstrap_means
-from fuelrail.bench.measure.records import StepRecord
+
+if TYPE_CHECKING:
+    from fuelrail.bench.measure.records import StepRecord
 
 PARTS: Final = (
     "data_wait",
@@ -45,8 +47,8 @@ LABELS: Final = {
 
 _NOTABLE: Final = 0.02
 """A loss whose interval begins below this share is not certain."""
-_UNEVEN: Final = 0.1
-"""What ranks may lose by waiting for each other in turns: no two are alike."""
+_ORDINARY: Final = 0.1
+"""What ranks may lose in collectives, and by waiting for each other in turns: no two are alike."""
 _LARGE_UPDATE: Final = 1 / 3
 _COMPUTES: Final = 0.6
 _WAITS: Final = 0.3
@@ -109,20 +111,24 @@ def find_causes(
             for part in PARTS
         }
         part = max(by_part, key=lambda name: by_part[name])
-        if low > (_NOTABLE if is_one else _UNEVEN):
-            loader = _explain_loader([ranks[numbers[rank]]], num_workers, num_cpus)
+        others = [steps for number, steps in ranks.items() if number != numbers[rank]]
+        if part == "data_wait" and is_one and num_workers and not _has_stock(others):
+            # Of ranks that starve alike, one gets its batch last every time, while those of the
+            # others are made when they come out of the collective.
+            lost["data_wait"] += charged
+        elif low > (_NOTABLE if is_one else _ORDINARY):
             findings.append(
                 _late_finding(
                     numbers[rank] if is_one else None,
                     part=part,
                     shares=(share, low, high),
-                    loader=loader,
+                    loader=_explain_loader([ranks[numbers[rank]]], num_workers, num_cpus),
                     is_queued=_queued_share(ranks[numbers[rank]]) > _QUEUED,
                 )
             )
     for part, times in lost.items():
         share, low, high = _share(times, wall)
-        if low <= _NOTABLE:
+        if low <= (_ORDINARY if part == "all_reduce" else _NOTABLE):
             continue
         loader = _explain_loader(list(ranks.values()), num_workers, num_cpus)
         cause, reason, advice = loader if part == "data_wait" else _REASONS[part]
@@ -134,7 +140,7 @@ def find_causes(
                 share=share,
                 low=low,
                 high=high,
-                text=f"{_SUBJECTS[part]} up: {_in_words(share, low, high)}. {reason}",
+                text=f"{_SUBJECTS[part]} up: {_in_words(share, low, high)}. {reason}".strip(),
                 advice=advice,
             )
         )
@@ -227,6 +233,13 @@ def _late_ranks(
     return charged
 
 
+def _has_stock(ranks: Sequence[Sequence[StepRecord]]) -> bool:
+    """Return whether these ranks' loaders had mostly made all their batches when asked for one."""
+    details = [step.details for steps in ranks for step in steps]
+    num_counted = sum(entry.num_counted for entry in details)
+    return num_counted > 0 and sum(entry.num_idle for entry in details) >= num_counted / 2
+
+
 def _sum_of(late: Mapping[tuple[int, str], NDArray[np.float64]], rank: int) -> float:
     return float(sum(times.sum() for (row, _), times in late.items() if row == rank))
 
@@ -240,9 +253,9 @@ def _late_finding(
     is_queued: bool,
 ) -> Finding:
     share, low, high = shares
-    who = "The ranks hold each other up in turns, mostly" if rank is None else f"Rank {rank}"
-    holds = "" if rank is None else " holds the others up"
-    text = f"{who}{holds} by {'the' if rank is None else 'its'} {LABELS[part]}: "
+    text = f"The ranks hold each other up in turns, mostly by the {LABELS[part]}: "
+    if rank is not None:
+        text = f"Rank {rank} holds the others up by its {LABELS[part]}: "
     text += f"{_in_words(share, low, high)}."
     cause = "uneven ranks" if rank is None else "slow rank"
     if part == "data_wait":
@@ -278,11 +291,16 @@ def _explain_loader(
     details = [step.details for step in steps]
     counted_ns = sum(entry.cpu_wall_ns for entry in details)
     computing = None
-    who = f"The loader's {num_workers} workers"
     if num_workers == 0:
-        who = "The loader's code in the trainer's own process"
+        computed_ns = sum(entry.data_cpu_ns for entry in details)
+        # With its part of the time in the queue for a CPU, which is that of whatever computes.
+        cpu_share = (computed_ns + sum(step.cpu_ns for step in steps)) / max(
+            1, sum(step.wall_ns for step in steps)
+        )
+        queued_ns = sum(entry.trainer_queued_ns for entry in details)
+        queued_share = queued_ns / max(1, counted_ns)
         waited_ns = sum(step.data_wait_ns for step in steps)
-        computing = sum(entry.data_cpu_ns for entry in details) / max(1, waited_ns)
+        computing = computed_ns * (1 + queued_share / max(1e-9, cpu_share)) / max(1, waited_ns)
     elif counted_ns:
         used_ns = sum(entry.workers_cpu_ns for entry in details)
         computing = used_ns / counted_ns / num_workers
@@ -295,11 +313,11 @@ def _explain_loader(
         if host_cpus > _USED_UP * num_cpus:
             advice = "All CPUs of the host are busy: make the transforms cheaper, or store their "
             advice += "results; more workers gain nothing."
-        return _Loader("preprocessing", f"{who} computes most of that time.", advice)
+        return _Loader("preprocessing", "It computes most of that time.", advice)
     if computing is not None and computing < _WAITS:
         return _Loader(
             "storage",
-            f"{who} waits most of that time, and does not compute.",
+            "It waits most of that time, and does not compute.",
             "Look at what it waits for: storage, the network, a lock. More workers wait side by "
             "side; a copy on a local disk ends it.",
         )

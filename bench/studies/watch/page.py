@@ -73,7 +73,9 @@ def describe(report: WatchReport, plots: Mapping[str, str]) -> Document:  # noqa
             ]
             for rank in report.ranks
         ]
-        legend = marked("**Last**: the share of steps in which the other ranks waited for this one.")
+        legend = marked(
+            "**Last**: the share of steps in which the other ranks waited for this one."
+        )
         parts.append(
             Section("Ranks", [Table(list(map(str, header)), rows), Text(legend, small=True)])
         )

@@ -23,11 +23,9 @@ from typing import Any, Self
 
 from fuelrail.bench.measure.hooks import Hooks
 from fuelrail.bench.measure.recorder import Recorder
+from fuelrail.bench.studies.watch.command import FOLDER_VARIABLE
 from fuelrail.bench.studies.watch.report import RECORDS, WatchReport, conclude
 from fuelrail.pipeline.errors import ConfigError
-
-FOLDER_VARIABLE = "FUELRAIL_WATCH"
-"""Set by ``fuelrail watch``: the folder for the records of the processes that it starts."""
 
 
 class Session:
@@ -150,6 +148,12 @@ class Watch:
 watch = Watch
 
 
+def start_by_environment() -> None:
+    """Record this process, as ``fuelrail watch`` asks for, which prints the verdict itself."""
+    if Session.current is None:
+        Session(os.environ[FOLDER_VARIABLE], is_printed=False, has_loaders=True)
+
+
 class _Batches:
     """An iteration; it keeps no batch, so that none lives longer than without it."""
 
@@ -166,7 +170,7 @@ class _Batches:
 
     def __next__(self) -> Any:
         batch = None
-        self._recorder.ask()
+        self._recorder.ask(self._batches)
         try:
             batch = next(self._batches)
         finally:
