@@ -134,8 +134,14 @@ class Hooks:
 
     def _replace(self, owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
         original = getattr(owner, name)
-        setattr(owner, name, wrap(original))
-        self._removals.callback(setattr, owner, name, original)
+        wrapped = wrap(original)
+        setattr(owner, name, wrapped)
+
+        def restore() -> None:
+            if getattr(owner, name) is wrapped:  # and nobody has wrapped it since
+                setattr(owner, name, original)
+
+        self._removals.callback(restore)
 
     def _around(self, phase: str) -> Callable[[Any], Any]:
         recorder = self._recorder
@@ -233,6 +239,7 @@ class Hooks:
                 return
             if self._depth == 0 and module not in self._modules:
                 recorder.call(self._listen_to, module)
+                recorder.call(self._begin, module)  # in this call its own hook comes too late
             self._depth += 1
 
         def after(*_: Any) -> None:
@@ -241,6 +248,10 @@ class Hooks:
 
         self._search.callback(register_module_forward_pre_hook(before).remove)
         self._search.callback(register_module_forward_hook(after, always_call=True).remove)
+
+    def _begin(self, module: nn.Module) -> None:
+        is_training = module.training and torch.is_grad_enabled()
+        self._recorder.begin_forward(is_training, is_broadcast=_has_broadcast(module))
 
     def _listen_to(self, module: nn.Module) -> None:
         """Note the calls of a module; those of another one inside it are a part of them."""
@@ -253,26 +264,24 @@ class Hooks:
             if parameter.is_cuda:
                 recorder.use_device(parameter.device)
         recorder.num_parameters = sum(self._sizes.values())
-        inner = getattr(module, "module", None)
-        # What DDP does before the module in it is a broadcast of buffers, which waits for ranks.
-        has_broadcast = isinstance(module, nn.parallel.DistributedDataParallel)
-
-        def begin(module: nn.Module) -> None:
-            is_training = module.training and torch.is_grad_enabled()
-            recorder.begin_forward(is_training, is_broadcast=has_broadcast)
-
-        before = ModuleHook(recorder, begin)
+        before = ModuleHook(recorder, self._begin)
         after = ModuleHook(recorder, lambda _: recorder.end_forward())
         handles = [
             module.register_forward_pre_hook(before, prepend=True),
             module.register_forward_hook(after, always_call=True),
         ]
-        if has_broadcast and inner is not None:
+        if _has_broadcast(module):
+            inner = module.module
             synced = ModuleHook(recorder, lambda _: recorder.end_broadcast())
             handles.append(inner.register_forward_pre_hook(synced, prepend=True))
             self._listen_to(inner)  # which evaluation often calls
         for handle in handles:
             self._removals.callback(handle.remove)
+
+
+def _has_broadcast(module: nn.Module) -> bool:
+    """Return whether a module sends its buffers to all ranks before the module in it is called."""
+    return isinstance(module, nn.parallel.DistributedDataParallel)
 
 
 @contextlib.contextmanager

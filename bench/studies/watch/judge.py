@@ -49,6 +49,9 @@ _NOTABLE: Final = 0.02
 """A loss whose interval begins below this share is not certain."""
 _ORDINARY: Final = 0.1
 """What ranks may lose in collectives, and by waiting for each other in turns: no two are alike."""
+_CONTENDED: Final = 0.15
+"""What ranks may lose so, or a rank in computing, where other processes take its CPUs."""
+_COMPUTING: Final = ("forward", "backward", "optimiser")
 _LARGE_UPDATE: Final = 1 / 3
 _COMPUTES: Final = 0.6
 _WAITS: Final = 0.3
@@ -84,13 +87,18 @@ class _Loader(NamedTuple):
 
 
 def find_causes(
-    ranks: Mapping[int, Sequence[StepRecord]], *, num_workers: int, num_cpus: float
+    ranks: Mapping[int, Sequence[StepRecord]],
+    *,
+    num_workers: int,
+    num_cpus: float,
+    is_loaded: bool,
 ) -> list[Finding]:
     """Return what certainly holds the accelerators up, the largest share first.
 
     ``ranks`` are the measured steps of each rank, as many of each; ``num_workers`` those of a
-    rank's loader, ``num_cpus`` of the host.
+    rank's loader, ``num_cpus`` of the host, which is loaded where other processes use it too.
     """
+    ordinary = _CONTENDED if is_loaded else _ORDINARY
     numbers = list(ranks)
     parts = np.array([[part_times(step) for step in steps] for steps in ranks.values()], np.float64)
     wall = np.array([[step.wall_ns for step in steps] for steps in ranks.values()], np.float64)
@@ -112,11 +120,15 @@ def find_causes(
         }
         part = max(by_part, key=lambda name: by_part[name])
         others = [steps for number, steps in ranks.items() if number != numbers[rank]]
+        is_computing = part in _COMPUTING
+        least = _CONTENDED if is_computing and is_loaded else _NOTABLE
+        # A rank that computes longer does so in each step; it saves a checkpoint in some.
+        is_one &= not is_computing or late_steps(list(ranks.values()))[rank] >= MOSTLY
         if part == "data_wait" and is_one and num_workers and not _has_stock(others):
             # Of ranks that starve alike, one gets its batch last every time, while those of the
             # others are made when they come out of the collective.
             lost["data_wait"] += charged
-        elif low > (_NOTABLE if is_one else _ORDINARY):
+        elif low > (least if is_one else ordinary):
             findings.append(
                 _late_finding(
                     numbers[rank] if is_one else None,
@@ -128,7 +140,7 @@ def find_causes(
             )
     for part, times in lost.items():
         share, low, high = _share(times, wall)
-        if low <= (_ORDINARY if part == "all_reduce" else _NOTABLE):
+        if low <= (ordinary if part == "all_reduce" else _NOTABLE):
             continue
         loader = _explain_loader(list(ranks.values()), num_workers, num_cpus)
         cause, reason, advice = loader if part == "data_wait" else _REASONS[part]

@@ -149,7 +149,14 @@ def build_report(logs: dict[int, RankLog], *, world: int) -> WatchReport:
         inside = {rank: measured_steps(log.steps, window) for rank, log in logs.items()}
         occupancy = occupancy_of(steps, window)
         num_workers = max(log.header.num_workers if log.header else 0 for log in logs.values())
-        findings = find_causes(inside, num_workers=num_workers, num_cpus=machine.num_cpus)
+        uses = [use for own in inside.values() if (use := _cpu_use(own, machine.num_cpus))]
+        disturbed = combine_host_uses(uses).disturbed if uses else None
+        findings = find_causes(
+            inside,
+            num_workers=num_workers,
+            num_cpus=machine.num_cpus,
+            is_loaded=disturbed is not None,
+        )
         every = [step for rank in inside.values() for step in rank]
         step_time = summarise_ns([step.wall_ns // step.details.num_steps for step in every])
         last = late_steps(list(inside.values()))
@@ -170,8 +177,6 @@ def build_report(logs: dict[int, RankLog], *, world: int) -> WatchReport:
                     last_in=last[row],
                 )
             )
-        uses = [use for own in inside.values() if (use := _cpu_use(own, machine.num_cpus))]
-        disturbed = combine_host_uses(uses).disturbed if uses else None
     return WatchReport(
         schema=SCHEMA,
         version=VERSION,
