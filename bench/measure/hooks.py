@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Final
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 _SEARCHED_STEPS: Final = 3
 """Steps in which outermost modules are looked for; and again when a step has no forward pass."""
 _MAX_MODULES: Final = 32
+_MAX_SEARCHES: Final = 8
 
 _COLLECTIVES: Final = (
     "all_gather",
@@ -98,6 +100,7 @@ class Hooks:
         self._search = contextlib.ExitStack()
         self._modules = weakref.WeakSet[nn.Module]()
         self._is_searching = False
+        self._num_searches = 0
         self._sizes: dict[int, int] = {}
         self._depth = 0
         self._searches_until = _SEARCHED_STEPS
@@ -220,12 +223,17 @@ class Hooks:
             self._recorder.leave()
             self._recorder.updated()
             recorder = self._recorder
-            if recorder.num_steps >= self._searches_until and self._is_searching:
-                self._search.close()
-                self._is_searching = False
-            if recorder.lacks_forward and not self._is_searching:
+            if recorder.num_steps >= self._searches_until:
+                self._end_search()
+            is_lost = recorder.lacks_forward and not self._is_searching
+            if is_lost and self._num_searches < _MAX_SEARCHES:
                 self._searches_until = recorder.num_steps + _SEARCHED_STEPS
+                self._num_searches += 1
                 self._start_search()
+
+    def _end_search(self) -> None:
+        self._search.close()
+        self._is_searching = False
 
     def _start_search(self) -> None:
         """Look for outermost modules among all that are called."""
@@ -241,11 +249,16 @@ class Hooks:
                 recorder.call(self._listen_to, module)
                 recorder.call(self._begin, module)  # in this call its own hook comes too late
             self._depth += 1
+            if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:  # noqa: SLF001
+                # Compiled with hooks of all modules it would be compiled again without them.
+                self._end_search()
 
         def after(*_: Any) -> None:
             if not torch.compiler.is_compiling():
                 self._depth = max(0, self._depth - 1)
 
+        # Torch warns of hooks of all modules where one of them is compiled; see above.
+        warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there are")
         self._search.callback(register_module_forward_pre_hook(before).remove)
         self._search.callback(register_module_forward_hook(after, always_call=True).remove)
 

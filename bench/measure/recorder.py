@@ -37,8 +37,10 @@ from fuelrail.pipeline.runtime.host import usable_cpus
 BUSY: Final = ("forward", "backward", "optimiser")
 
 # Gaps between two phases that belong to one: the loss is computed before backward, gradients are
-# clipped after it. All other gaps are "other".
+# clipped after it, and a model that is compiled with its hooks shows no forward pass. All other
+# gaps are "other".
 _GAPS: Final = {
+    ("data_wait", "backward"): "forward",
     ("forward", "backward"): "forward",
     ("backward", "optimiser"): "optimiser",
     ("all_reduce", "optimiser"): "optimiser",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import pickle
 import types
 
@@ -344,7 +345,7 @@ def test_a_long_run_has_few_records_that_sum_up_all_its_steps(loop, monkeypatch)
     assert len(steps) < 40
     assert sum(step.details.num_steps for step in steps) == 100
     assert sum(step.forward_ns for step in steps) >= 98 * FORWARD
-    assert all(a.end_ns == b.start_ns for a, b in zip(steps, steps[1:], strict=False))
+    assert all(a.end_ns == b.start_ns for a, b in itertools.pairwise(steps))
     for step in steps:
         phases(step)
 
