@@ -283,8 +283,8 @@ class Hooks:
             module.register_forward_pre_hook(before, prepend=True),
             module.register_forward_hook(after, always_call=True),
         ]
-        if _has_broadcast(module):
-            inner = module.module
+        inner = getattr(module, "module", None)
+        if _has_broadcast(module) and isinstance(inner, nn.Module):
             synced = ModuleHook(recorder, lambda _: recorder.end_broadcast())
             handles.append(inner.register_forward_pre_hook(synced, prepend=True))
             self._listen_to(inner)  # which evaluation often calls
@@ -310,7 +310,7 @@ def _at_last_gradient(tensors: Any, call: Callable[[], None]) -> Iterator[None]:
 
     def note(_: torch.Tensor) -> None:
         # The engine's own list of what to do at the end, in which DDP's wait comes later.
-        torch.autograd.Variable._execution_engine.queue_callback(call)  # type: ignore[attr-defined]  # noqa: SLF001
+        torch.autograd.Variable._execution_engine.queue_callback(call)  # noqa: SLF001
 
     root = next((entry for entry in roots if entry.requires_grad), None)
     handle = None if root is None else root.register_hook(note)

@@ -9,6 +9,7 @@ for the device, and a wait that the device's queue hides takes no time.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import os
@@ -65,6 +66,18 @@ class _Mark(NamedTuple):
     ns: int
     cpu_ns: int
     event: Any
+
+
+class _CpuTimes(NamedTuple):
+    """CPU time of this process, of its children, of all processes of the host, what the trainer's
+    thread stood in the queue for a CPU, and the time [ns].
+    """
+
+    process_ns: int
+    workers_ns: int
+    host_ns: int
+    queued_ns: int
+    now_ns: int
 
 
 class _Step(NamedTuple):
@@ -363,17 +376,14 @@ class Recorder:
             num_idle=self._num_idle,
         )
         last = self._marks[-1]
-        if last.ns - self._cpu[-1] >= _CPU_EVERY_NS:
-            now = self._read_cpu()
-            used = [max(0, after - before) for before, after in zip(self._cpu, now, strict=True)]
-            self._cpu = now
-            (
-                details.process_cpu_ns,
-                details.workers_cpu_ns,
-                details.host_cpu_ns,
-                details.trainer_queued_ns,
-                details.cpu_wall_ns,
-            ) = used
+        if last.ns - self._cpu.now_ns >= _CPU_EVERY_NS:
+            before = self._cpu
+            now = self._cpu = self._read_cpu()
+            details.process_cpu_ns = now.process_ns - before.process_ns
+            details.workers_cpu_ns = max(0, now.workers_ns - before.workers_ns)
+            details.host_cpu_ns = now.host_ns - before.host_ns
+            details.trainer_queued_ns = now.queued_ns - before.queued_ns
+            details.cpu_wall_ns = now.now_ns - before.now_ns
         step = _Step(
             marks=self._marks[: end + 1],
             epoch=self._epoch,
@@ -403,7 +413,7 @@ class Recorder:
             self._reuse(step.marks[:-1])  # the next step begins with the last one
 
     def _record_of(self, step: _Step) -> StepRecord:
-        durations = dict.fromkeys((*PHASES, "evaluation", "checkpoint"), 0)
+        durations: dict[str, Any] = dict.fromkeys((*PHASES, "evaluation", "checkpoint"), 0)
         cpu_ns = dict.fromkeys(durations, 0)
         launch_ns = 0
         for before, after in itertools.pairwise(step.marks):
@@ -468,26 +478,21 @@ class Recorder:
             num_workers=self.num_workers,
         )
 
-    def _read_cpu(self) -> tuple[int, ...]:
-        """Return CPU time of this process, its children and the host, the time of this thread in
-        the queue for a CPU, and the time [ns].
-        """
+    def _read_cpu(self) -> _CpuTimes:
         ended = resource.getrusage(resource.RUSAGE_CHILDREN)
         workers_s = ended.ru_utime + ended.ru_stime
-        ticks = os.sysconf("SC_CLK_TCK")
-        try:
-            children = Path(f"/proc/self/task/{get_native_id()}/children").read_text().split()
-            for child in children:
+        with contextlib.suppress(OSError):  # one that has just ended, or another system
+            children = Path(f"/proc/self/task/{get_native_id()}/children").read_text()
+            for child in children.split():
                 fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
-                workers_s += sum(map(int, fields[11:15])) / ticks
-        except OSError:  # one that has just ended, or another system
-            pass
-        return (
-            time.process_time_ns(),
-            round(workers_s * NS_PER_S),
-            round((all_cpu_s() or 0.0) * NS_PER_S) if self._has_host_cpu else 0,
-            thread_times().queued_ns,
-            time.monotonic_ns(),
+                workers_s += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+        host_s = (all_cpu_s() or 0.0) if self._has_host_cpu else 0.0
+        return _CpuTimes(
+            process_ns=time.process_time_ns(),
+            workers_ns=round(workers_s * NS_PER_S),
+            host_ns=round(host_s * NS_PER_S),
+            queued_ns=thread_times().queued_ns,
+            now_ns=time.monotonic_ns(),
         )
 
 

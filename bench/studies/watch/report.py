@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -194,7 +195,7 @@ def build_report(logs: dict[int, RankLog], *, world: int) -> WatchReport:
     )
 
 
-def _cpu_use(steps: list[StepRecord] | tuple[StepRecord, ...], usable: float) -> CpuUse | None:
+def _cpu_use(steps: Sequence[StepRecord], usable: float) -> CpuUse | None:
     """Return the use of the host's CPUs by a rank, with its workers, and by all others."""
     details = [step.details for step in steps]
     seconds = sum(entry.cpu_wall_ns for entry in details) / 1e9
