@@ -21,9 +21,9 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from threading import get_ident, get_native_id
-from typing import Any, Final, NamedTuple
+from typing import Any, BinaryIO, Final, NamedTuple
 
-from fuelrail.bench.measure.clock import NS_PER_MS, NS_PER_S, thread_times
+from fuelrail.bench.measure.clock import NS_PER_MS, NS_PER_S
 from fuelrail.bench.measure.machine import all_cpu_s
 from fuelrail.bench.measure.records import (
     PHASES,
@@ -112,14 +112,15 @@ class Recorder:
         folder: of the ranks' files.
         rank: of this process.
         world: number of ranks.
-        thread: that of the training loop; others are not recorded.
+
+    It records the thread that makes it.
     """
 
-    def __init__(self, folder: Path, *, rank: int, world: int, thread: int | None = None) -> None:
+    def __init__(self, folder: Path, *, rank: int, world: int) -> None:
         self.folder = folder
         self.rank = rank
         self.world = world
-        self.thread = get_ident() if thread is None else thread
+        self.thread = get_ident()
         self.is_recording = True
         self.num_steps = 0
         self.num_workers = 0
@@ -135,6 +136,8 @@ class Recorder:
         self._epoch = 0
         self._num_samples = 0
         self._num_batches = 0
+        self._data_queued_ns = 0
+        self._asked_queued_ns = 0
         self._num_counted = 0
         self._num_idle = 0
         self._has_forward = False
@@ -151,6 +154,11 @@ class Recorder:
         self._device_ns = 0
         self._sum: StepRecord | None = None
         self._has_host_cpu = usable_cpus() == os.cpu_count()
+        self._files = contextlib.ExitStack()
+        self._statistics: BinaryIO | None = None
+        with contextlib.suppress(OSError):  # of this thread; another system has none
+            opened = Path("/proc/thread-self/schedstat").open("rb", buffering=0)  # noqa: SIM115
+            self._statistics = self._files.enter_context(opened)
         self._cpu = self._read_cpu()
         os.register_at_fork(after_in_child=self.stop)
 
@@ -208,6 +216,7 @@ class Recorder:
         self._is_evaluated = False
         self._is_trained = False
         self._stack.append("data_wait")
+        self._asked_queued_ns = self._read_queued()
 
     @_guarded
     def got(self, batch: Any) -> None:
@@ -216,6 +225,7 @@ class Recorder:
         if self._num_asking or self._stack != ["data_wait"]:
             return
         self.leave()
+        self._data_queued_ns += self._read_queued() - self._asked_queued_ns
         if batch is None:
             self._epoch += 1
         else:
@@ -339,6 +349,7 @@ class Recorder:
         except Exception as error:  # noqa: BLE001 - see _guarded
             self.fail(error)
         self.stop()
+        self._files.close()
 
     def _mark(self, phase: str) -> None:
         event = None
@@ -372,6 +383,7 @@ class Recorder:
         """End the step at a mark, with which the next one begins."""
         details = StepDetails(
             collector_ns=self._collector_ns,
+            data_queued_ns=self._data_queued_ns,
             num_counted=self._num_counted,
             num_idle=self._num_idle,
         )
@@ -396,6 +408,7 @@ class Recorder:
         self._marks = self._marks[end:]
         self._collector_ns = 0
         self._num_samples = 0
+        self._data_queued_ns = 0
         self._num_counted = 0
         self._num_idle = 0
         self._is_updated = False
@@ -453,7 +466,8 @@ class Recorder:
     def _write(self, record: StepRecord) -> None:
         if self._writer is None:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._writer = RankWriter(rank_path(self.folder, self.rank))
+            writer = RankWriter(rank_path(self.folder, self.rank))
+            self._writer = self._files.enter_context(writer)
             self._writer.write(self._header())
         self._sum = record if self._sum is None else _add(self._sum, record)
         stride = 1 << (record.step // _NUM_RECORDS).bit_length()
@@ -478,6 +492,12 @@ class Recorder:
             num_workers=self.num_workers,
         )
 
+    def _read_queued(self) -> int:
+        """Return what the trainer's thread stood in the queue for a CPU [ns]."""
+        if self._statistics is None:
+            return 0
+        return int(os.pread(self._statistics.fileno(), 64, 0).split()[1])
+
     def _read_cpu(self) -> _CpuTimes:
         ended = resource.getrusage(resource.RUSAGE_CHILDREN)
         workers_s = ended.ru_utime + ended.ru_stime
@@ -491,7 +511,7 @@ class Recorder:
             process_ns=time.process_time_ns(),
             workers_ns=round(workers_s * NS_PER_S),
             host_ns=round(host_s * NS_PER_S),
-            queued_ns=thread_times().queued_ns,
+            queued_ns=self._read_queued(),
             now_ns=time.monotonic_ns(),
         )
 

@@ -73,7 +73,8 @@ class StepDetails(msgspec.Struct, kw_only=True, omit_defaults=True):
     - ``num_steps``: a record of a long run sums up several steps;
     - ``evaluation_ns``, ``checkpoint_ns``: parts of ``other_ns``;
     - ``collector_ns``: Python's garbage collection, in whichever phase;
-    - ``data_cpu_ns``: CPU time of the trainer's thread while it waited for data;
+    - ``data_cpu_ns``, ``data_queued_ns``: CPU time of the trainer's thread while it waited for
+      data, and its time in the queue for a CPU;
     - ``num_counted``, ``num_idle``: batches that torch's loader with workers was asked for, and of
       these those before which all its workers had done their work;
     - ``process_cpu_ns``, ``workers_cpu_ns``, ``host_cpu_ns``: CPU time of the process, of its
@@ -87,6 +88,7 @@ class StepDetails(msgspec.Struct, kw_only=True, omit_defaults=True):
     checkpoint_ns: int = 0
     collector_ns: int = 0
     data_cpu_ns: int = 0
+    data_queued_ns: int = 0
     num_counted: int = 0
     num_idle: int = 0
     process_cpu_ns: int = 0

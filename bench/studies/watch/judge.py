@@ -8,7 +8,7 @@ to it, and to the phase in which it took most longer than they.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from fuelrail.bench.measure.occupancy import MOSTLY
 from fuelrail.bench.measure.rates import bootstrap_means
+from fuelrail.bench.measure.recorder import BUSY
 
 if TYPE_CHECKING:
     from fuelrail.bench.measure.records import StepRecord
@@ -51,13 +52,14 @@ _ORDINARY: Final = 0.1
 """What ranks may lose in collectives, and by waiting for each other in turns: no two are alike."""
 _CONTENDED: Final = 0.15
 """What ranks may lose so, or a rank in computing, where other processes take its CPUs."""
-_COMPUTING: Final = ("forward", "backward", "optimiser")
 _LARGE_UPDATE: Final = 1 / 3
 _COMPUTES: Final = 0.6
 _WAITS: Final = 0.3
 _USED_UP: Final = 0.85
 _QUEUED: Final = 0.1
 _LOST = ("data_wait", "host_to_device", "evaluation", "checkpoint", "other")
+_EVENTS = ("evaluation", "checkpoint")
+_MIN_EVENTS = 3
 _COLLECTIVE = PARTS.index("all_reduce")
 
 
@@ -78,12 +80,27 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     advice: str
 
 
-class _Loader(NamedTuple):
-    """Why a loader is waited for: cause, a sentence, and advice."""
+class _Reason(NamedTuple):
+    """A cause in a word, a sentence on it, and advice."""
 
     cause: str
-    reason: str
+    text: str
     advice: str
+
+
+class _Late(NamedTuple):
+    """Of each step: the rank that came last, the part that made it late, what that cost the mean
+    rank, and how much of this the late rank lost itself [ns].
+    """
+
+    ranks: NDArray[np.int64]
+    parts: NDArray[np.int64]
+    costs: NDArray[np.float64]
+    excess: NDArray[np.float64]
+
+
+_Shares: TypeAlias = tuple[float, float, float]
+"""A share of the time, with the ends of its 95 % interval."""
 
 
 def find_causes(
@@ -100,99 +117,61 @@ def find_causes(
     """
     ordinary = _CONTENDED if is_loaded else _ORDINARY
     numbers = list(ranks)
-    parts = np.array([[part_times(step) for step in steps] for steps in ranks.values()], np.float64)
-    wall = np.array([[step.wall_ns for step in steps] for steps in ranks.values()], np.float64)
-    wall = wall.mean(axis=0)
+    every = list(ranks.values())
+    parts = np.array([[part_times(step) for step in steps] for steps in every], np.float64)
+    wall = np.array([[step.wall_ns for step in steps] for steps in every], np.float64).mean(axis=0)
     lost = {name: parts[:, :, PARTS.index(name)].mean(axis=0) for name in _LOST}
+    lost["all_reduce"] = parts[:, :, _COLLECTIVE].min(axis=0)
+    loader = _explain_loader(every, num_workers, num_cpus)
     findings = []
     if len(numbers) > 1:
-        late = _late_ranks(parts, lost)
-        lost["all_reduce"] = parts[:, :, _COLLECTIVE].min(axis=0)
-        total = sum(charged.sum() for charged in late.values())
-        rank = max(range(len(numbers)), key=lambda row: _sum_of(late, row))
-        is_one = _sum_of(late, rank) >= MOSTLY * total
-        charges = {place: times for place, times in late.items() if not is_one or place[0] == rank}
-        charged = np.sum(list(charges.values()), axis=0)
-        share, low, high = _share(charged, wall)
-        by_part = {
-            part: sum(times.sum() for (_, name), times in charges.items() if name == part)
-            for part in PARTS
-        }
-        part = max(by_part, key=lambda name: by_part[name])
-        others = [steps for number, steps in ranks.items() if number != numbers[rank]]
-        is_computing = part in _COMPUTING
-        least = _CONTENDED if is_computing and is_loaded else _NOTABLE
+        late = _find_late(parts)
+        costs = np.bincount(late.ranks, late.costs, len(numbers))
+        row = int(costs.argmax())
+        is_one = bool(costs[row] >= MOSTLY * costs.sum())
+        chosen = late.ranks == row if is_one else np.ones(len(wall), bool)
+        by_part = np.bincount(late.parts[chosen], late.costs[chosen], len(PARTS))
+        part = PARTS[int(by_part.argmax())]
         # A rank that computes longer does so in each step; it saves a checkpoint in some.
-        is_one &= not is_computing or late_steps(list(ranks.values()))[rank] >= MOSTLY
+        is_computing = part in BUSY
+        is_one &= not is_computing or late_steps(every)[row] >= MOSTLY
+        shares = _share(np.where(chosen, late.costs, 0.0), wall)
+        least = _CONTENDED if is_computing and is_loaded else _NOTABLE
+        others = [steps for number, steps in ranks.items() if number != numbers[row]]
         if part == "data_wait" and is_one and num_workers and not _has_stock(others):
             # Of ranks that starve alike, one gets its batch last every time, while those of the
             # others are made when they come out of the collective.
-            lost["data_wait"] += charged
-        elif low > (least if is_one else ordinary):
+            lost["data_wait"] += np.where(chosen, late.costs - late.excess, 0.0)
+        elif shares[1] > (least if is_one else ordinary):
+            for name in _LOST:
+                is_part = chosen & (late.parts == PARTS.index(name))
+                lost[name] = lost[name] - np.where(is_part, late.excess, 0.0)
+            own = _explain_loader([every[row]], num_workers, num_cpus) if is_one else loader
+            number = numbers[row] if is_one else None
+            is_queued = _queued_share(every[row]) > _QUEUED
             findings.append(
-                _late_finding(
-                    numbers[rank] if is_one else None,
-                    part=part,
-                    shares=(share, low, high),
-                    loader=_explain_loader([ranks[numbers[rank]]], num_workers, num_cpus),
-                    is_queued=_queued_share(ranks[numbers[rank]]) > _QUEUED,
-                )
+                _late_finding(number, part=part, shares=shares, loader=own, is_queued=is_queued)
             )
     for part, times in lost.items():
-        share, low, high = _share(times, wall)
-        if low <= (ordinary if part == "all_reduce" else _NOTABLE):
-            continue
-        loader = _explain_loader(list(ranks.values()), num_workers, num_cpus)
-        cause, reason, advice = loader if part == "data_wait" else _REASONS[part]
-        findings.append(
-            Finding(
-                cause=cause,
-                phase=part,
-                rank=None,
-                share=share,
-                low=low,
-                high=high,
-                text=f"{_SUBJECTS[part]} up: {_in_words(share, low, high)}. {reason}".strip(),
-                advice=advice,
-            )
-        )
-    details = [[step.details for step in steps] for steps in ranks.values()]
-    collector = np.array(
-        [[entry.collector_ns for entry in steps] for steps in details], np.float64
-    ).mean(axis=0)
-    share, low, high = _share(collector, wall)
-    if low > _NOTABLE:
-        findings.append(
-            Finding(
-                cause="garbage collection",
-                phase="other",
-                rank=None,
-                share=share,
-                low=low,
-                high=high,
-                text=f"Python's garbage collection holds the loop up: "
-                f"{_in_words(share, low, high)}, within the phases.",
-                advice="Call gc.freeze() before the loop, and gc.collect() every some steps with "
-                "gc.disable().",
-            )
-        )
+        shares = _share(times, wall)
+        # What comes now and then is in few steps, and yet no chance.
+        is_event = part in _EVENTS and np.count_nonzero(times) >= _MIN_EVENTS
+        least = ordinary if part == "all_reduce" else _NOTABLE
+        if shares[0 if is_event else 1] > least:
+            reason = loader if part == "data_wait" else _REASONS[part]
+            text = f"{_SUBJECTS[part]} up: {_in_words(shares)}. {reason.text}".strip()
+            findings.append(_finding(reason, part, shares, text=text))
+    collector = [[step.details.collector_ns for step in steps] for steps in every]
+    shares = _share(np.array(collector, np.float64).mean(axis=0), wall)
+    if shares[1] > _NOTABLE:
+        text = f"Python's garbage collection holds the loop up: {_in_words(shares)}, within phases."
+        findings.append(_finding(_REASONS["collector"], "other", shares, text=text))
     findings.sort(key=lambda finding: -finding.share)
     # Work of the accelerator, though rarely what it is for: after what keeps it from working.
-    share, low, high = _share(parts[:, :, PARTS.index("optimiser")].mean(axis=0), wall)
-    if low > _LARGE_UPDATE:
-        findings.append(
-            Finding(
-                cause="optimiser",
-                phase="optimiser",
-                rank=None,
-                share=share,
-                low=low,
-                high=high,
-                text=f"The optimiser takes {_in_words(share, low, high)}.",
-                advice="Use fused=True or foreach=True, fewer parameter groups, or more samples "
-                "a step (accumulation).",
-            )
-        )
+    shares = _share(parts[:, :, PARTS.index("optimiser")].mean(axis=0), wall)
+    if shares[1] > _LARGE_UPDATE:
+        text = f"The optimiser takes {_in_words(shares)}."
+        findings.append(_finding(_REASONS["optimiser"], "optimiser", shares, text=text))
     return findings
 
 
@@ -215,34 +194,23 @@ def late_steps(ranks: Sequence[Sequence[StepRecord]]) -> list[float]:
     return [float((last == rank).mean()) for rank in range(len(ranks))]
 
 
-def _late_ranks(
-    parts: NDArray[np.float64], lost: dict[str, NDArray[np.float64]]
-) -> dict[tuple[int, str], NDArray[np.float64]]:
-    """Return the time of a mean rank that each late rank costs by each part, by step [ns].
-
-    What the late rank itself loses more than the others is moved there from ``lost``.
-    """
-    world, num_steps, _ = parts.shape
+def _find_late(parts: NDArray[np.float64]) -> _Late:
     waits = parts[:, :, _COLLECTIVE]
-    waits = waits - waits.min(axis=0)
+    last = waits.argmin(axis=0)
     own = parts[:, :, :_COLLECTIVE].copy()
     # The optimiser comes after the collectives: it makes a rank late to those of the next step.
     update = PARTS.index("optimiser")
     own[:, 1:, update] = own[:, :-1, update]
-    charged: dict[tuple[int, str], NDArray[np.float64]] = {}
-    last = waits.argmin(axis=0)
-    for step in range(num_steps):
-        rank = int(last[step])
-        others = np.delete(own[:, step], rank, axis=0)
-        beyond = own[rank, step] - np.median(others, axis=0)
-        part = PARTS[int(beyond.argmax())]
-        times = charged.setdefault((rank, part), np.zeros(num_steps))
-        times[step] = waits[:, step].mean()
-        if part in lost:
-            excess = max(0.0, float(beyond.max())) / world
-            times[step] += excess
-            lost[part][step] -= excess
-    return charged
+    beyond = np.zeros(own.shape[1:])
+    for rank in np.unique(last):
+        steps = last == rank
+        others = np.delete(own[:, steps], rank, axis=0)
+        beyond[steps] = own[rank, steps] - np.median(others, axis=0)
+    most = beyond.argmax(axis=1)
+    is_lost = np.isin(most, [PARTS.index(name) for name in _LOST])
+    excess = np.where(is_lost, np.maximum(0.0, beyond.max(axis=1)), 0.0) / len(parts)
+    waited = (waits - waits.min(axis=0)).mean(axis=0)
+    return _Late(ranks=last, parts=most, costs=waited + excess, excess=excess)
 
 
 def _has_stock(ranks: Sequence[Sequence[StepRecord]]) -> bool:
@@ -252,67 +220,53 @@ def _has_stock(ranks: Sequence[Sequence[StepRecord]]) -> bool:
     return num_counted > 0 and sum(entry.num_idle for entry in details) >= num_counted / 2
 
 
-def _sum_of(late: Mapping[tuple[int, str], NDArray[np.float64]], rank: int) -> float:
-    return float(sum(times.sum() for (row, _), times in late.items() if row == rank))
-
-
 def _late_finding(
     rank: int | None,
     *,
     part: str,
-    shares: tuple[float, float, float],
-    loader: _Loader,
+    shares: _Shares,
+    loader: _Reason,
     is_queued: bool,
 ) -> Finding:
-    share, low, high = shares
-    text = f"The ranks hold each other up in turns, mostly by the {LABELS[part]}: "
-    if rank is not None:
-        text = f"Rank {rank} holds the others up by its {LABELS[part]}: "
-    text += f"{_in_words(share, low, high)}."
-    cause = "uneven ranks" if rank is None else "slow rank"
-    if part == "data_wait":
-        cause, reason, advice = loader
-        text += f" {reason}"
-    elif rank is None:
-        advice = "Give ranks batches of equal cost, or look for what disturbs their hosts in turns."
-    elif part in _REASONS:
-        cause, _, advice = _REASONS[part]
+    if rank is None:
+        text = f"The ranks hold each other up in turns, mostly by the {LABELS[part]}: "
+        reason = loader if part == "data_wait" else _REASONS["turns"]
     else:
-        advice = (
-            f"Look at rank {rank}'s host and device: clock, temperature, other processes; and at "
-            "what only this rank computes."
-        )
-        if is_queued:
-            text += " Its thread stands in the queue for a CPU."
+        text = f"Rank {rank} holds the others up by its {LABELS[part]}: "
+        reason = _REASONS.get(part, _REASONS["rank"]) if part != "optimiser" else _REASONS["rank"]
+        reason = loader if part == "data_wait" else reason
+    text += f"{_in_words(shares)}. {reason.text}"
+    if part in BUSY and rank is not None and is_queued:
+        text += "Its thread stands in the queue for a CPU."
+    return _finding(reason, part, shares, text=text.strip(), rank=rank)
+
+
+def _finding(
+    reason: _Reason, part: str, shares: _Shares, *, text: str, rank: int | None = None
+) -> Finding:
+    share, low, high = shares
     return Finding(
-        cause=cause,
+        cause=reason.cause,
         phase=part,
         rank=rank,
         share=share,
         low=low,
         high=high,
-        text=text.strip(),
-        advice=advice,
+        text=text,
+        advice=reason.advice,
     )
 
 
 def _explain_loader(
     ranks: Sequence[Sequence[StepRecord]], num_workers: int, num_cpus: float
-) -> _Loader:
+) -> _Reason:
     steps = [step for rank in ranks for step in rank]
     details = [step.details for step in steps]
     counted_ns = sum(entry.cpu_wall_ns for entry in details)
     computing = None
     if num_workers == 0:
-        computed_ns = sum(entry.data_cpu_ns for entry in details)
-        # With its part of the time in the queue for a CPU, which is that of whatever computes.
-        cpu_share = (computed_ns + sum(step.cpu_ns for step in steps)) / max(
-            1, sum(step.wall_ns for step in steps)
-        )
-        queued_ns = sum(entry.trainer_queued_ns for entry in details)
-        queued_share = queued_ns / max(1, counted_ns)
-        waited_ns = sum(step.data_wait_ns for step in steps)
-        computing = computed_ns * (1 + queued_share / max(1e-9, cpu_share)) / max(1, waited_ns)
+        waited_ns = sum(step.data_wait_ns - step.details.data_queued_ns for step in steps)
+        computing = sum(entry.data_cpu_ns for entry in details) / max(1, waited_ns)
     elif counted_ns:
         used_ns = sum(entry.workers_cpu_ns for entry in details)
         computing = used_ns / counted_ns / num_workers
@@ -325,15 +279,15 @@ def _explain_loader(
         if host_cpus > _USED_UP * num_cpus:
             advice = "All CPUs of the host are busy: make the transforms cheaper, or store their "
             advice += "results; more workers gain nothing."
-        return _Loader("preprocessing", "It computes most of that time.", advice)
+        return _Reason("preprocessing", "It computes most of that time.", advice)
     if computing is not None and computing < _WAITS:
-        return _Loader(
+        return _Reason(
             "storage",
             "It waits most of that time, and does not compute.",
             "Look at what it waits for: storage, the network, a lock. More workers wait side by "
             "side; a copy on a local disk ends it.",
         )
-    return _Loader("loader", "", "Try more workers, and look at what they do.")
+    return _Reason("loader", "", "Try more workers, and look at what they do.")
 
 
 _SUBJECTS: Final = {
@@ -345,20 +299,42 @@ _SUBJECTS: Final = {
     "all_reduce": "Collectives themselves, without late ranks, hold all ranks",
 }
 _REASONS: Final = {
-    "host_to_device": _Loader(
+    "host_to_device": _Reason(
         "copy", "", "Pin memory (pin_memory=True) and copy with non_blocking=True."
     ),
-    "evaluation": _Loader(
+    "evaluation": _Reason(
         "evaluation", "", "Evaluate less often, on fewer samples, or in another process."
     ),
-    "checkpoint": _Loader("checkpoint", "", "Save less often, or in the background."),
-    "other": _Loader(
+    "checkpoint": _Reason("checkpoint", "", "Save less often, or in the background."),
+    "other": _Reason(
         "host",
         "",
         "Look at what the loop does between the phases: logging, printing, metrics, values read "
         "from the device.",
     ),
-    "all_reduce": _Loader(
+    "collector": _Reason(
+        "garbage collection",
+        "",
+        "Call gc.freeze() before the loop, or gc.disable() and gc.collect() every some steps.",
+    ),
+    "optimiser": _Reason(
+        "optimiser",
+        "",
+        "Use fused=True or foreach=True, fewer parameter groups, or more samples a step "
+        "(accumulation).",
+    ),
+    "turns": _Reason(
+        "uneven ranks",
+        "",
+        "Give ranks batches of equal cost, or look for what disturbs their hosts in turns.",
+    ),
+    "rank": _Reason(
+        "slow rank",
+        "",
+        "Look at that rank's host and device: clock, temperature, other processes; and at what "
+        "only this rank computes.",
+    ),
+    "all_reduce": _Reason(
         "collective",
         "",
         "Accumulate gradients over more batches, reduce in bf16, in larger buckets, or use a "
@@ -367,14 +343,15 @@ _REASONS: Final = {
 }
 
 
-def _share(times: NDArray[np.float64], wall: NDArray[np.float64]) -> tuple[float, float, float]:
+def _share(times: NDArray[np.float64], wall: NDArray[np.float64]) -> _Shares:
     """Return the share of the wall time, with a 95 % interval over blocks of steps."""
     shares = bootstrap_means(times, seed=0) / bootstrap_means(wall, seed=0)
     low, high = np.quantile(shares, (0.025, 0.975)).tolist()
     return float(times.sum() / wall.sum()), low, high
 
 
-def _in_words(share: float, low: float, high: float) -> str:
+def _in_words(shares: _Shares) -> str:
+    share, low, high = shares
     return f"{share:.1%} of the time ({low:.1%} to {high:.1%})"
 
 

@@ -35,6 +35,8 @@ VERSION = 1
 RECORDS = "records"
 
 _WARM_UP = 10
+_MAX_RECORDS = 10_000
+"""Of a longer run the last ones are judged."""
 _SHOWN_RANKS = 16
 
 
@@ -138,6 +140,7 @@ def build_report(logs: dict[int, RankLog], *, world: int) -> WatchReport:
     logs = {rank: log for rank, log in logs.items() if log.steps}
     num_records = min((len(log.steps) for log in logs.values()), default=0)
     warm_up = min(_WARM_UP, max(0, num_records - MIN_MEASURED_STEPS))
+    warm_up = max(warm_up, num_records - _MAX_RECORDS)
     steps = [log.steps for log in logs.values()]
     window = window_of(steps, warm_up)
     machine = machine_facts()

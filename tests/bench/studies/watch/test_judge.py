@@ -135,6 +135,16 @@ def test_a_loss_of_all_ranks_is_named(times, cause):
     assert (finding.cause, finding.rank) == (cause, None)
 
 
+@pytest.mark.parametrize("count", [2, 3])
+def test_an_evaluation_in_few_steps_is_named_if_it_came_three_times(count):
+    times = [
+        PLAIN | ({"evaluation": 3000} if number >= STEPS - count else {}) for number in range(STEPS)
+    ]
+    steps = [record(number, parts) for number, parts in enumerate(times)]
+    causes = [finding.cause for finding in report_on(steps).findings]
+    assert causes == (["evaluation"] if count == 3 else [])
+
+
 def test_garbage_collection_is_named():
     (finding,) = report_on(rank(collector_ns=9_000_000)).findings
     assert finding.cause == "garbage collection"
