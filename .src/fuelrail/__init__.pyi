@@ -2,6 +2,7 @@
 
 from fuelrail import bench as bench
 from fuelrail import order as order
+from fuelrail.bench.studies.watch.watch import watch as watch
 from fuelrail.loaders.commands import doctor as doctor
 from fuelrail.loaders.config import Budget as Budget
 from fuelrail.loaders.config import Normalize as Normalize

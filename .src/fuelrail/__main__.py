@@ -93,6 +93,10 @@ _COMMANDS: dict[str, _Entry] = {
         "fuelrail.loaders.witness.command",
         "check which rows all ranks of a run saw, or where two runs part",
     ),
+    "watch": _Entry(
+        "fuelrail.bench.studies.watch.command",
+        "run a training command and say what holds its accelerators up, on which rank",
+    ),
     "plan": _Entry(
         "fuelrail.bench.studies.commands",
         "say what fits, how fast it trains, what it costs, and whether the data keeps up",
@@ -173,8 +177,13 @@ class _Parser(argparse.ArgumentParser):
 
     def parse_any_order(self, arguments: Sequence[str]) -> argparse.Namespace:
         """Parse options between positional arguments too: ``shard SOURCE --seed 7 OUT``, where
-        OUT is optional.
+        OUT is optional. Of a parser with a default for ``command``, words after ``--`` are that.
         """
+        if self.get_default("command") is not None and "--" in arguments:
+            border = arguments.index("--")
+            parsed = self.parse_any_order(arguments[:border])
+            parsed.command = list(arguments[border + 1 :])
+            return parsed
         self._words = arguments
         # argparse has no other way
         words = next(

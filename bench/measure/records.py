@@ -67,6 +67,37 @@ class DeviceTimes(msgspec.Struct, kw_only=True):
     queued_ns: int = 0
 
 
+class StepDetails(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What a watched trainer's step shows besides its phases; times in nanoseconds.
+
+    - ``num_steps``: a record of a long run sums up several steps;
+    - ``evaluation_ns``, ``checkpoint_ns``: parts of ``other_ns``;
+    - ``collector_ns``: Python's garbage collection, in whichever phase;
+    - ``data_cpu_ns``, ``data_queued_ns``: CPU time of the trainer's thread while it waited for
+      data, and its time in the queue for a CPU;
+    - ``num_counted``, ``num_idle``: batches that torch's loader with workers was asked for, and of
+      these those before which all its workers had done their work;
+    - ``process_cpu_ns``, ``workers_cpu_ns``, ``host_cpu_ns``: CPU time of the process, of its
+      children, and of everything on the host, since the last record that has them (about a
+      second), which lasted ``cpu_wall_ns``; ``trainer_queued_ns``: what the trainer's thread stood
+      in the queue for a CPU in that time.
+    """
+
+    num_steps: int = 1
+    evaluation_ns: int = 0
+    checkpoint_ns: int = 0
+    collector_ns: int = 0
+    data_cpu_ns: int = 0
+    data_queued_ns: int = 0
+    num_counted: int = 0
+    num_idle: int = 0
+    process_cpu_ns: int = 0
+    workers_cpu_ns: int = 0
+    host_cpu_ns: int = 0
+    trainer_queued_ns: int = 0
+    cpu_wall_ns: int = 0
+
+
 class StepRecord(DeviceTimes, kw_only=True, tag="step"):
     """One optimiser step of one rank; times in nanoseconds of the host's monotonic clock.
 
@@ -78,6 +109,8 @@ class StepRecord(DeviceTimes, kw_only=True, tag="step"):
     it was not finite. ``padding``: share of the model's predictions that counted for nothing, where
     it says so. ``sums`` has of columns that samples' costs depend on: number of samples, their sum,
     their sum of squares.
+
+    What only a watched trainer has is in :class:`StepDetails`.
     """
 
     step: int
@@ -91,6 +124,7 @@ class StepRecord(DeviceTimes, kw_only=True, tag="step"):
     other_ns: int
     padding: float | None = None
     sums: dict[str, tuple[int, float, float]] = {}
+    details: StepDetails = msgspec.field(default_factory=StepDetails)
 
     @property
     def wall_ns(self) -> int:
@@ -140,13 +174,16 @@ class StageSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag="stages"):
 class RankHeader(msgspec.Struct, frozen=True, kw_only=True, tag="header"):
     """Facts on a rank before its first step.
 
-    ``peak_tflops``: of its GPU, in the run's precision, where known.
+    ``peak_tflops``: of its GPU, in the run's precision, where known. ``world``: number of ranks,
+    where a watched trainer says so; ``num_workers``: of its loader.
     """
 
     device: str
     backend: str | None
     num_parameters: int
     peak_tflops: float | None = None
+    world: int = 1
+    num_workers: int = 0
 
 
 class InputFacts(msgspec.Struct, frozen=True, kw_only=True, tag="input"):

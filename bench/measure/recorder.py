@@ -1,0 +1,547 @@
+"""A record of each step of anybody's training loop, from what its hooks say.
+
+The hooks (:mod:`fuelrail.bench.measure.hooks`) call :meth:`Recorder.enter` and
+:meth:`Recorder.leave` around phases. Each call is a mark: a reading of the clocks, and on CUDA an
+event on the compute stream. The time between two marks belongs to one phase, so a step's phases
+add up to it. Events are read when the device has passed them, a step late or more: nothing waits
+for the device, and a wait that the device's queue hides takes no time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import os
+import resource
+import sys
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from threading import get_ident, get_native_id
+from typing import Any, BinaryIO, Final, NamedTuple
+
+from fuelrail.bench.measure.clock import NS_PER_MS, NS_PER_S
+from fuelrail.bench.measure.machine import all_cpu_s
+from fuelrail.bench.measure.records import (
+    PHASES,
+    RankHeader,
+    RankWriter,
+    StepDetails,
+    StepRecord,
+    rank_path,
+)
+from fuelrail.pipeline.runtime.host import usable_cpus
+
+BUSY: Final = ("forward", "backward", "optimiser")
+
+# Gaps between two phases that belong to one: the loss is computed before backward, gradients are
+# clipped after it, and a model that is compiled with its hooks shows no forward pass. All other
+# gaps are "other".
+_GAPS: Final = {
+    ("data_wait", "backward"): "forward",
+    ("forward", "backward"): "forward",
+    ("backward", "optimiser"): "optimiser",
+    ("all_reduce", "optimiser"): "optimiser",
+}
+_COPIES: Final = ("data_wait", "forward"), ("data_wait", "all_reduce")
+"""Gaps in which a batch is copied to a device, where the model is on one."""
+
+_MAX_MARKS: Final = 1024
+_MAX_PENDING: Final = 64
+_MAX_EVENTS: Final = 4096
+_NUM_RECORDS: Final = 1 << 16
+"""Records before each one sums up twice as many steps."""
+_CPU_EVERY_NS: Final = NS_PER_S
+_STEPS_ARE_BATCHES: Final = 64
+"""Batches without any optimiser's step after which each batch counts as a step."""
+
+
+class _Mark(NamedTuple):
+    """The end of an interval that belongs to ``phase``; ``event`` is one on the compute stream."""
+
+    phase: str
+    ns: int
+    cpu_ns: int
+    event: Any
+
+
+class _CpuTimes(NamedTuple):
+    """CPU time of this process, of its children, of all processes of the host, what the trainer's
+    thread stood in the queue for a CPU, and the time [ns].
+    """
+
+    process_ns: int
+    workers_ns: int
+    host_ns: int
+    queued_ns: int
+    now_ns: int
+
+
+class _Step(NamedTuple):
+    """A step whose events the device may not have passed."""
+
+    marks: list[_Mark]
+    epoch: int
+    num_samples: int
+    details: StepDetails
+
+
+def _guarded(method: Callable[..., None]) -> Callable[..., None]:
+    """Return a method that does nothing in other threads than the trainer's, and that ends the
+    recording, never the training, when it fails.
+    """
+
+    @functools.wraps(method)
+    def run(self: Recorder, *args: Any, **kwargs: Any) -> None:
+        if self.is_recording and get_ident() == self.thread:
+            try:
+                method(self, *args, **kwargs)
+            except Exception as error:  # noqa: BLE001 - an error of a measurement is no reason to end a run
+                self.fail(error)
+
+    return run
+
+
+class Recorder:
+    """Records one rank: ``folder/rank-00000.jsonl``, which is made with the first step.
+
+    Args:
+        folder: of the ranks' files.
+        rank: of this process.
+        world: number of ranks.
+
+    It records the thread that makes it.
+    """
+
+    def __init__(self, folder: Path, *, rank: int, world: int) -> None:
+        self.folder = folder
+        self.rank = rank
+        self.world = world
+        self.thread = get_ident()
+        self.is_recording = True
+        self.num_steps = 0
+        self.num_workers = 0
+        self.num_parameters = 0
+        self._device: Any = None  # a torch.device of CUDA
+        self._writer: RankWriter | None = None
+        self._marks: list[_Mark] = []
+        self._stack: list[str] = []
+        self._last = ""
+        self._num_ignored = 0
+        self._num_asking = 0
+        self._batch_at = 0
+        self._epoch = 0
+        self._num_samples = 0
+        self._num_batches = 0
+        self._data_queued_ns = 0
+        self._asked_queued_ns = 0
+        self._num_counted = 0
+        self._num_idle = 0
+        self._has_forward = False
+        self._is_trained = False
+        self._is_evaluated = False
+        self._is_evaluating = False
+        self._is_updated = False
+        self._was_updated = False
+        self._updated_at = 0
+        self._collector_ns = 0
+        self._collecting_since_ns = 0
+        self._pending: deque[_Step] = deque()
+        self._events: list[Any] = []
+        self._device_ns = 0
+        self._sum: StepRecord | None = None
+        self._has_host_cpu = usable_cpus() == os.cpu_count()
+        self._files = contextlib.ExitStack()
+        self._statistics: BinaryIO | None = None
+        with contextlib.suppress(OSError):  # of this thread; another system has none
+            opened = Path("/proc/thread-self/schedstat").open("rb", buffering=0)  # noqa: SIM115
+            self._statistics = self._files.enter_context(opened)
+        self._cpu = self._read_cpu()
+        os.register_at_fork(after_in_child=self.stop)
+
+    def stop(self) -> None:
+        """Record no more."""
+        self.is_recording = False
+
+    def fail(self, error: Exception) -> None:
+        """Record no more, and warn of the reason."""
+        self.stop()
+        text = f"the watch ended, the training goes on: {type(error).__name__}: {error}"
+        try:
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
+        except RuntimeWarning:  # where warnings are errors
+            sys.stderr.write(f"fuelrail: {text}\n")
+
+    def use_device(self, device: Any) -> None:
+        """Time phases by events of a CUDA device (``torch.device``) from the next step on."""
+        if self._device is None:
+            self._device = device
+            self._marks.clear()
+
+    @_guarded
+    def ask(self, batches: Any = None) -> None:
+        """Note that the loop asks an iterator for a batch. A step ends with the last update before
+        that.
+        """
+        self._num_asking += 1
+        if self._num_asking > 1:  # a loader inside a loader
+            return
+        made = getattr(batches, "_data_queue", None)  # of torch's iterator with workers
+        if made is not None:
+            self._num_counted += 1
+            self._num_idle += made.qsize() >= batches._tasks_outstanding  # noqa: SLF001
+        # What an exception has left open.
+        self._stack.clear()
+        self._num_ignored = 0
+        if not self._marks:
+            self._mark("")
+        elif self._is_evaluating:
+            self._end_evaluation()
+        elif self._is_evaluated and not self._is_trained:
+            # The batch was only evaluated, so its wait was part of that.
+            self._drop_marks(self._batch_at + 1)
+            self._end_evaluation()
+        else:
+            self._mark("other")
+        is_batch = not self._was_updated and self._num_batches >= _STEPS_ARE_BATCHES
+        is_long = len(self._marks) >= _MAX_MARKS
+        if self._is_updated:
+            self._close(self._updated_at)
+        elif is_long or (is_batch and self._is_trained):
+            self._close(len(self._marks) - 1)
+        self._batch_at = len(self._marks) - 1
+        self._is_evaluated = False
+        self._is_trained = False
+        self._stack.append("data_wait")
+        self._asked_queued_ns = self._read_queued()
+
+    @_guarded
+    def got(self, batch: Any) -> None:
+        """Note that a batch came; None: the epoch is over."""
+        self._num_asking = max(0, self._num_asking - 1)
+        if self._num_asking or self._stack != ["data_wait"]:
+            return
+        self.leave()
+        self._data_queued_ns += self._read_queued() - self._asked_queued_ns
+        if batch is None:
+            self._epoch += 1
+        else:
+            self._num_batches += 1
+            self._num_samples += num_rows(batch)
+
+    @_guarded
+    def begin_forward(self, is_training: bool, is_broadcast: bool = False) -> None:
+        """Note that an outermost module is called; ``is_broadcast``: it waits for ranks first.
+
+        ``is_training``: with gradients and in training mode. Other forward passes are evaluation
+        if their batch sees no backward pass, or has had it.
+        """
+        if self._stack or (self._is_evaluating and not is_training):
+            self._num_ignored += 1  # a part of another phase
+            return
+        if not is_training and self._is_trained:
+            self._is_evaluating = True
+            self._num_ignored += 1
+            return
+        if not is_training:
+            self._is_evaluated = True
+        self._has_forward = True
+        self.enter("all_reduce" if is_broadcast else "forward")
+
+    @_guarded
+    def end_broadcast(self) -> None:
+        """Note that a module that waited for ranks begins its forward pass."""
+        if self._stack == ["all_reduce"]:
+            self.leave()
+            self._stack.append("forward")
+
+    @_guarded
+    def end_forward(self) -> None:
+        """Note that the outermost module returned."""
+        if self._num_ignored:
+            self._num_ignored -= 1
+        else:
+            self.leave()
+
+    @_guarded
+    def enter(self, phase: str) -> None:
+        """Begin a phase; one inside another interrupts it."""
+        if not self._marks:
+            self._mark("")
+        elif self._stack:
+            self._mark(self._stack[-1])
+        elif self._is_evaluating and phase == "all_reduce":  # of a metric
+            phase = "evaluation"
+        elif self._is_evaluating:
+            self._end_evaluation()
+        else:
+            gap = (self._last, phase)
+            is_copy = self._device is not None and gap in _COPIES
+            self._mark("host_to_device" if is_copy else _GAPS.get(gap, "other"))
+        self._stack.append(phase)
+        if phase == "backward":
+            self._is_trained = True
+
+    @_guarded
+    def leave(self) -> None:
+        """End the phase that began last."""
+        if not self._stack:
+            return
+        phase = self._stack.pop()
+        if phase != "evaluation":
+            self._last = phase
+            self._mark(phase)
+
+    def gradients_done(self) -> None:
+        """Note, of any thread, that the last local gradient is computed; the rest of backward is
+        spent in collectives.
+        """
+        if not self.is_recording or self._stack[-1:] != ["backward"]:
+            return
+        try:
+            self._mark("backward")
+            self._stack[-1] = "all_reduce"
+        except Exception as error:  # noqa: BLE001 - see _guarded
+            self.fail(error)
+
+    @_guarded
+    def call(self, function: Callable[..., None], *args: Any) -> None:
+        """Call a hook of which an error must not end the training."""
+        function(*args)
+
+    @_guarded
+    def updated(self) -> None:
+        """Note that an optimiser made its step."""
+        self._is_updated = True
+        self._was_updated = True
+        self._updated_at = len(self._marks) - 1
+
+    def collected(self, phase: str, _: Any) -> None:
+        """Count garbage collection; an entry of ``gc.callbacks``."""
+        now_ns = time.monotonic_ns()
+        if phase == "start":
+            self._collecting_since_ns = now_ns
+        elif self._collecting_since_ns:
+            self._collector_ns += now_ns - self._collecting_since_ns
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the loop is in none of the phases that have begun."""
+        return self.is_recording and not self._stack and get_ident() == self.thread
+
+    @property
+    def lacks_forward(self) -> bool:
+        """Whether no module is known to be the model: the last step had no forward pass."""
+        return not self._has_forward
+
+    def close(self) -> None:
+        """Write what is left, and record no more."""
+        try:
+            if self.is_recording and self._is_updated and self._marks:
+                self._close(self._updated_at)
+            self._write_passed()
+            if self._sum is not None and self._writer is not None:
+                self._writer.write(self._sum)
+                self._sum = None
+        except Exception as error:  # noqa: BLE001 - see _guarded
+            self.fail(error)
+        self.stop()
+        self._files.close()
+
+    def _mark(self, phase: str) -> None:
+        event = None
+        if self._device is not None:
+            if self._events:
+                event = self._events.pop()
+            else:
+                import torch
+
+                event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record()
+        self._marks.append(
+            _Mark(phase=phase, ns=time.monotonic_ns(), cpu_ns=time.thread_time_ns(), event=event)
+        )
+
+    def _end_evaluation(self) -> None:
+        self._is_evaluating = False
+        if self._marks[-1].phase == "evaluation":  # one mark for all its batches
+            self._drop_marks(len(self._marks) - 1)
+        self._mark("evaluation")
+
+    def _drop_marks(self, first: int) -> None:
+        self._reuse(self._marks[first:])
+        del self._marks[first:]
+
+    def _reuse(self, marks: list[_Mark]) -> None:
+        if len(self._events) < _MAX_EVENTS:
+            self._events += [mark.event for mark in marks if mark.event is not None]
+
+    def _close(self, end: int) -> None:
+        """End the step at a mark, with which the next one begins."""
+        details = StepDetails(
+            collector_ns=self._collector_ns,
+            data_queued_ns=self._data_queued_ns,
+            num_counted=self._num_counted,
+            num_idle=self._num_idle,
+        )
+        last = self._marks[-1]
+        if last.ns - self._cpu.now_ns >= _CPU_EVERY_NS:
+            before = self._cpu
+            now = self._cpu = self._read_cpu()
+            details.process_cpu_ns = now.process_ns - before.process_ns
+            details.workers_cpu_ns = max(0, now.workers_ns - before.workers_ns)
+            details.host_cpu_ns = now.host_ns - before.host_ns
+            details.trainer_queued_ns = now.queued_ns - before.queued_ns
+            details.cpu_wall_ns = now.now_ns - before.now_ns
+        step = _Step(
+            marks=self._marks[: end + 1],
+            epoch=self._epoch,
+            num_samples=self._num_samples,
+            details=details,
+        )
+        self._pending.append(step)
+        if len(self._pending) > _MAX_PENDING:
+            self._pending.popleft()
+        self._marks = self._marks[end:]
+        self._collector_ns = 0
+        self._num_samples = 0
+        self._data_queued_ns = 0
+        self._num_counted = 0
+        self._num_idle = 0
+        self._is_updated = False
+        self._has_forward = False
+        self._write_passed()
+
+    def _write_passed(self) -> None:
+        """Write the steps whose marks the device has passed."""
+        while self._pending:
+            event = self._pending[0].marks[-1].event
+            if event is not None and not event.query():
+                return
+            step = self._pending.popleft()
+            self._write(self._record_of(step))
+            self._reuse(step.marks[:-1])  # the next step begins with the last one
+
+    def _record_of(self, step: _Step) -> StepRecord:
+        durations: dict[str, Any] = dict.fromkeys((*PHASES, "evaluation", "checkpoint"), 0)
+        cpu_ns = dict.fromkeys(durations, 0)
+        launch_ns = 0
+        for before, after in itertools.pairwise(step.marks):
+            host_ns = after.ns - before.ns
+            if before.event is None or after.event is None:
+                duration_ns = host_ns
+            else:
+                duration_ns = round(before.event.elapsed_time(after.event) * NS_PER_MS)
+                launch_ns += host_ns if after.phase in BUSY else 0
+            durations[after.phase] += duration_ns
+            cpu_ns[after.phase] += after.cpu_ns - before.cpu_ns
+        step.details.evaluation_ns = durations.pop("evaluation")
+        step.details.checkpoint_ns = durations.pop("checkpoint")
+        durations["other"] += step.details.evaluation_ns + step.details.checkpoint_ns
+        step.details.data_cpu_ns = cpu_ns["data_wait"]
+        is_host = self._device is None
+        start_ns = step.marks[0].ns
+        # The device's own time, which runs behind the host's by a step or more.
+        start_ns = start_ns if is_host else self._device_ns or start_ns
+        self._device_ns = start_ns + sum(durations.values())
+        self.num_steps += 1
+        return StepRecord(
+            step=self.num_steps - 1,
+            epoch=step.epoch,
+            num_samples=step.num_samples,
+            num_images=0,
+            loss=None,
+            start_ns=start_ns,
+            end_ns=self._device_ns,
+            device_busy_ns=sum(durations[phase] for phase in BUSY),
+            cpu_ns=sum(cpu_ns[phase] for phase in BUSY) if is_host else 0,
+            launch_ns=launch_ns,
+            details=step.details,
+            **{f"{phase}_ns": duration_ns for phase, duration_ns in durations.items()},
+        )
+
+    def _write(self, record: StepRecord) -> None:
+        if self._writer is None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            writer = RankWriter(rank_path(self.folder, self.rank))
+            self._writer = self._files.enter_context(writer)
+            self._writer.write(self._header())
+        self._sum = record if self._sum is None else _add(self._sum, record)
+        stride = 1 << (record.step // _NUM_RECORDS).bit_length()
+        if (record.step + 1) % stride == 0:
+            self._writer.write(self._sum)
+            self._sum = None
+
+    def _header(self) -> RankHeader:
+        import torch
+
+        backend = None
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            backend = torch.distributed.get_backend()
+        device = f"CPU, {torch.get_num_threads()} threads"
+        if self._device is not None:
+            device = torch.cuda.get_device_name(self._device)
+        return RankHeader(
+            device=device,
+            backend=backend,
+            num_parameters=self.num_parameters,
+            world=self.world,
+            num_workers=self.num_workers,
+        )
+
+    def _read_queued(self) -> int:
+        """Return what the trainer's thread stood in the queue for a CPU [ns]."""
+        if self._statistics is None:
+            return 0
+        return int(os.pread(self._statistics.fileno(), 64, 0).split()[1])
+
+    def _read_cpu(self) -> _CpuTimes:
+        ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+        workers_s = ended.ru_utime + ended.ru_stime
+        with contextlib.suppress(OSError):  # one that has just ended, or another system
+            children = Path(f"/proc/self/task/{get_native_id()}/children").read_text()
+            for child in children.split():
+                fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
+                workers_s += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+        host_s = (all_cpu_s() or 0.0) if self._has_host_cpu else 0.0
+        return _CpuTimes(
+            process_ns=time.process_time_ns(),
+            workers_ns=round(workers_s * NS_PER_S),
+            host_ns=round(host_s * NS_PER_S),
+            queued_ns=self._read_queued(),
+            now_ns=time.monotonic_ns(),
+        )
+
+
+_SUMMED: Final = tuple(
+    name
+    for name in StepRecord.__struct_fields__
+    if (name.endswith("_ns") and name not in ("start_ns", "end_ns")) or name == "num_samples"
+)
+
+
+def _add(total: StepRecord, record: StepRecord) -> StepRecord:
+    """Return one record of the steps of two, the second of which follows the first."""
+    for name in _SUMMED:
+        setattr(record, name, getattr(total, name) + getattr(record, name))
+    record.start_ns = total.start_ns
+    for name in StepDetails.__struct_fields__:
+        summed = getattr(total.details, name) + getattr(record.details, name)
+        setattr(record.details, name, summed)
+    return record
+
+
+def num_rows(batch: Any) -> int:
+    """Return the number of samples of a batch: the length of the first tensor or array in it; 0
+    where there is none.
+    """
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    for part in batch if isinstance(batch, tuple | list) else (batch,):
+        shape = getattr(part, "shape", ())
+        if len(shape):
+            return int(shape[0])
+    return 0

@@ -1,0 +1,1 @@
+"""``fr.watch`` and ``fuelrail watch``: occupancy in anybody's trainer."""

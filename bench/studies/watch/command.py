@@ -1,0 +1,95 @@
+"""``fuelrail watch -- COMMAND``: watches every rank that a command starts, without a line in its
+script.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from fuelrail.bench.measure.records import rank_path
+from fuelrail.bench.studies.watch.report import RECORDS, conclude
+from fuelrail.pipeline.cli import Command, PrintOptions, add_flags, from_flags, print_json
+from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.settings import flag
+
+if TYPE_CHECKING:
+    import argparse
+
+FOLDER_VARIABLE = "FUELRAIL_WATCH"
+"""Names the folder of the watch to the processes that the command starts."""
+
+_STARTUP = Path(__file__).parent / "startup"
+
+
+class WatchOptions(PrintOptions, frozen=True, kw_only=True):
+    """Flags of ``fuelrail watch``."""
+
+    out: Annotated[str, flag("folder for records and report", metavar="FOLDER")] = "watch"
+
+
+def _configure(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Runs a training command, records each step of each of its ranks, and says at its end, or "
+        "at Ctrl-C, what holds the accelerators up, on which rank, for what share. Without a "
+        "command it judges the records in --out, such as those of several hosts. Exit code: that "
+        "of the command."
+    )
+    parser.usage = "fuelrail watch [--out FOLDER] [--json] [-- COMMAND [ARGUMENT ...]]"
+    parser.set_defaults(command=[])
+    add_flags(parser, WatchOptions)
+
+
+def _run(args: argparse.Namespace) -> int:
+    options = from_flags(args, WatchOptions)
+    out = Path(options.out).absolute()
+    code = run_watched(args.command, out) if args.command else 0
+    report = conclude(out)
+    if report is None:
+        reason = "no step of a training loop was seen" if args.command else "there are no records"
+        sys.stderr.write(f"fuelrail watch: no verdict: {reason} in '{options.out}'\n")
+        return code or 1
+    if options.json:
+        print_json(report)
+    else:
+        sys.stdout.write(f"{report.as_text()}\nwritten: {options.out}\n")
+    return code
+
+
+def run_watched(command: list[str], out: Path) -> int:
+    """Run a command whose Python processes record their training loops to a folder; return its
+    exit code.
+
+    Ctrl-C is the command's to answer. Raises ConfigError for a command that does not start.
+    """
+    for old in (out / RECORDS).glob(rank_path(Path(), 0).name.replace("0", "?")):
+        old.unlink()
+    paths = [str(_STARTUP), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+        FOLDER_VARIABLE: str(out),
+    }
+    try:
+        process = subprocess.Popen(command, env=environment)
+    except OSError as error:
+        raise ConfigError(f"cannot run '{command[0]}': {error.strerror or error}") from error
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        code = process.wait()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    return code if code >= 0 else 128 - code
+
+
+COMMANDS = {
+    "watch": Command(
+        "run a training command and say what holds its accelerators up, on which rank",
+        _configure,
+        _run,
+    )
+}

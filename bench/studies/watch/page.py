@@ -1,0 +1,93 @@
+"""The document of a watch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from fuelrail.bench.report.page import (
+    Block,
+    Document,
+    Hero,
+    Items,
+    Note,
+    Section,
+    Table,
+    Text,
+    document,
+    format_number,
+    marked,
+)
+from fuelrail.bench.studies.train.page import PHASE_COLOURS
+from fuelrail.bench.studies.watch.judge import LABELS, PARTS
+from fuelrail.pipeline.cli import counted
+
+if TYPE_CHECKING:
+    from fuelrail.bench.studies.watch.report import WatchReport
+
+_COLOURS = {**PHASE_COLOURS, "evaluation": "#f0e442", "checkpoint": "#666666"}
+
+_METHOD = marked(
+    "A step ends with the last update of an optimiser. **Wait for data** is from asking the loader "
+    "for a batch to getting it, **forward** includes the loss, **optimiser** what comes between "
+    "the backward pass and the update, such as the clipping of gradients, and **collectives** what "
+    "the loop waits in them. Ranks leave a collective together: who waited least in it came last, "
+    "and what the others waited longer is charged to that rank, and to the phase in which it took "
+    "longer than they. On a GPU all times are the device’s own, by events on its compute stream: a "
+    "wait that its queue hides takes no time. Intervals are 95 % intervals from a block bootstrap "
+    "over the steps. What is not certainly above 2 % of the time is not named."
+)
+
+
+def describe(report: WatchReport, plots: Mapping[str, str]) -> Document:  # noqa: ARG001 - no plots
+    """Return the report as a document."""
+    parts: list[Block | Section] = []
+    if report.occupancy is None or report.step_time is None:
+        parts.append(Note(report.verdict()))
+    else:
+        bar = [
+            (
+                LABELS[part],
+                _COLOURS[part],
+                sum(rank.shares[part] for rank in report.ranks) / len(report.ranks),
+            )
+            for part in PARTS
+        ]
+        meaning = (
+            "of the time in forward, backward and optimiser, mean over ranks; lowest rank "
+            f"{report.occupancy.lowest:.1%}"
+        )
+        parts.append(Hero(f"{report.occupancy.mean:.1%}", meaning, report.verdict(), bar))
+        further = [f"{finding.text} {finding.advice}" for finding in report.findings[1:]]
+        if further:
+            parts.append(Section("Further losses", [Items(further)]))
+        header = ["rank", "device", "step [ms]", "occupancy", *map(LABELS.get, PARTS), "last"]
+        rows = [
+            [
+                f"{rank.rank}",
+                rank.device,
+                format_number(rank.step_ms),
+                f"{rank.occupancy:.1%}",
+                *(f"{rank.shares[part]:.1%}" for part in PARTS),
+                f"{rank.last_in:.0%}",
+            ]
+            for rank in report.ranks
+        ]
+        legend = marked(
+            "**Last**: the share of steps in which the other ranks waited for this one."
+        )
+        parts.append(
+            Section("Ranks", [Table(list(map(str, header)), rows), Text(legend, small=True)])
+        )
+    parts.append(Section("How these figures are made", [Text(_METHOD)]))
+    return document(
+        report,
+        brand="Fuelrail watch",
+        title="What holds the accelerators up?",
+        subtitle=marked(
+            "{steps} on {ranks}",
+            steps=counted(report.window.num_measured_steps, "measured step"),
+            ranks=counted(report.num_ranks, "rank"),
+        ),
+        parts=parts,
+    )

@@ -1,0 +1,214 @@
+"""The report of a watch: from the ranks' records to a verdict of one screen, JSON and a page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+import msgspec
+
+from fuelrail.bench.measure.clock import Summary, summarise_ns
+from fuelrail.bench.measure.machine import CpuUse, combine_host_uses, machine_facts
+from fuelrail.bench.measure.occupancy import (
+    MIN_MEASURED_STEPS,
+    Occupancy,
+    Window,
+    measured_steps,
+    occupancy_of,
+    window_of,
+)
+from fuelrail.bench.measure.records import RankLog, StepRecord, rank_path, read_rank
+from fuelrail.bench.report.files import (
+    REPORT_JSON,
+    ReportHead,
+    created_now,
+    publish_json,
+)
+from fuelrail.bench.studies.watch.judge import PARTS, Finding, find_causes, late_steps, part_times
+from fuelrail.pipeline.cli import counted
+
+SCHEMA = "fuelrail-watch"
+
+VERSION = 1
+
+RECORDS = "records"
+
+_WARM_UP = 10
+_MAX_RECORDS = 10_000
+"""Of a longer run the last ones are judged."""
+_SHOWN_RANKS = 16
+
+
+class RankTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank's mean step: its time, the shares of ``PARTS``, and how often it came last."""
+
+    rank: int
+    device: str
+    step_ms: float
+    occupancy: float
+    shares: dict[str, float]
+    last_in: float
+
+
+class WatchReport(ReportHead, frozen=True, kw_only=True):
+    """A whole report.
+
+    ``findings``: what certainly holds the accelerators up, the largest first; empty where nothing
+    is certain. ``occupancy`` is None where too few steps were made.
+    """
+
+    num_ranks: int
+    window: Window
+    step_time: Summary | None
+    occupancy: Occupancy | None
+    findings: list[Finding]
+    ranks: list[RankTimes]
+
+    def verdict(self) -> str:
+        """Return the run in a sentence or two."""
+        if self.occupancy is None:
+            return f"No verdict: {self.window.too_short}."
+        if not self.findings:
+            return "Nothing certain holds the accelerators up by more than 2% of the time."
+        return f"{self.findings[0].text} {self.findings[0].advice}"
+
+    def as_text(self) -> str:
+        """Return the verdict, what else was found, and a line for each rank."""
+        lines = [self.verdict()]
+        lines += [f"also: {finding.text}" for finding in self.findings[1:]]
+        lines += [f"note: {warning}" for warning in self.warnings]
+        if self.disturbed is not None:
+            lines.append(f"note: measured on a loaded host: {self.disturbed}")
+        if self.occupancy is None or self.step_time is None:
+            return "\n".join(lines)
+        lines.append(
+            f"occupancy {self.occupancy.mean:.1%}: forward, backward and optimiser, of "
+            f"{counted(self.window.num_measured_steps, 'step')} on "
+            f"{counted(self.num_ranks, 'rank')}, {self.step_time.mean_ms:.1f} ms each"
+        )
+        shown = [part for part in PARTS if any(rank.shares[part] >= 5e-4 for rank in self.ranks)]
+        header = ["rank", "step ms", *(part.replace("_", " ") for part in shown), "last"]
+        rows = [
+            [
+                f"{rank.rank}",
+                f"{rank.step_ms:.1f}",
+                *(f"{rank.shares[part]:.1%}" for part in shown),
+                f"{rank.last_in:.0%}",
+            ]
+            for rank in self.ranks[:_SHOWN_RANKS]
+        ]
+        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+        lines += [
+            "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+            for row in (header, *rows)
+        ]
+        if len(self.ranks) > _SHOWN_RANKS:
+            lines.append(f"and {len(self.ranks) - _SHOWN_RANKS} more ranks")
+        return "\n".join(lines)
+
+
+def conclude(folder: Path, *, first_rank: int = 0, is_written: bool = True) -> WatchReport | None:
+    """Return the report of the records in a folder; None where there are none.
+
+    ``is_written``: write report.json too, and the page where what draws it is installed.
+    """
+    records = folder / RECORDS
+    first = read_rank(rank_path(records, first_rank))
+    if first.header is None:
+        return None
+    logs = {first_rank: first}
+    if first_rank == 0:
+        logs |= {rank: read_rank(rank_path(records, rank)) for rank in range(1, first.header.world)}
+    report = build_report(logs, world=first.header.world)
+    if is_written:
+        publish_json(folder / REPORT_JSON, report)
+        if find_spec("jinja2") is not None:
+            from fuelrail.bench.report.page import write_report
+
+            write_report(report, folder, html=True)
+    return report
+
+
+def build_report(logs: dict[int, RankLog], *, world: int) -> WatchReport:
+    """Judge the records of ranks, by their numbers."""
+    missing = [rank for rank in range(world) if not logs.get(rank, RankLog()).steps]
+    warnings = []
+    if missing:
+        names = ", ".join(map(str, missing[:_SHOWN_RANKS]))
+        warnings.append(f"no steps of rank {names} of {world}: what they wait for is not known")
+    logs = {rank: log for rank, log in logs.items() if log.steps}
+    num_records = min((len(log.steps) for log in logs.values()), default=0)
+    warm_up = min(_WARM_UP, max(0, num_records - MIN_MEASURED_STEPS))
+    warm_up = max(warm_up, num_records - _MAX_RECORDS)
+    steps = [log.steps for log in logs.values()]
+    window = window_of(steps, warm_up)
+    machine = machine_facts()
+    occupancy = None
+    findings: list[Finding] = []
+    ranks: list[RankTimes] = []
+    step_time = None
+    disturbed = None
+    if window.too_short is None:
+        inside = {rank: measured_steps(log.steps, window) for rank, log in logs.items()}
+        occupancy = occupancy_of(steps, window)
+        num_workers = max(log.header.num_workers if log.header else 0 for log in logs.values())
+        uses = [use for own in inside.values() if (use := _cpu_use(own, machine.num_cpus))]
+        disturbed = combine_host_uses(uses).disturbed if uses else None
+        findings = find_causes(
+            inside,
+            num_workers=num_workers,
+            num_cpus=machine.num_cpus,
+            is_loaded=disturbed is not None,
+        )
+        every = [step for rank in inside.values() for step in rank]
+        step_time = summarise_ns([step.wall_ns // step.details.num_steps for step in every])
+        last = late_steps(list(inside.values()))
+        for row, (rank, own) in enumerate(inside.items()):
+            header = logs[rank].header
+            wall_ns = sum(step.wall_ns for step in own)
+            times = zip(*map(part_times, own), strict=True)
+            ranks.append(
+                RankTimes(
+                    rank=rank,
+                    device="unknown" if header is None else header.device,
+                    step_ms=wall_ns / sum(step.details.num_steps for step in own) / 1e6,
+                    occupancy=occupancy.ranks[row].occupancy,
+                    shares={
+                        part: sum(part_ns) / wall_ns
+                        for part, part_ns in zip(PARTS, times, strict=True)
+                    },
+                    last_in=last[row],
+                )
+            )
+    return WatchReport(
+        schema=SCHEMA,
+        version=VERSION,
+        created=created_now(),
+        machine=machine,
+        options={},
+        warnings=warnings,
+        disturbed=disturbed,
+        num_ranks=len(logs),
+        window=window,
+        step_time=step_time,
+        occupancy=occupancy,
+        findings=findings,
+        ranks=ranks,
+    )
+
+
+def _cpu_use(steps: Sequence[StepRecord], usable: float) -> CpuUse | None:
+    """Return the use of the host's CPUs by a rank, with its workers, and by all others."""
+    details = [step.details for step in steps]
+    seconds = sum(entry.cpu_wall_ns for entry in details) / 1e9
+    host_s = sum(entry.host_cpu_ns for entry in details) / 1e9
+    if not seconds or not host_s:
+        return None
+    own_s = sum(entry.process_cpu_ns + entry.workers_cpu_ns for entry in details) / 1e9
+    return CpuUse(
+        seconds=seconds,
+        own_cpus=own_s / seconds,
+        other_cpus=max(0.0, host_s - own_s) / seconds,
+        usable=usable,
+    )

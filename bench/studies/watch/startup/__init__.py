@@ -1,0 +1,1 @@
+"""What `fuelrail watch` has Python run at its start."""

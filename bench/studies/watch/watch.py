@@ -1,0 +1,178 @@
+"""What holds this trainer up? A watch over any training loop.
+
+::
+
+    watched = fr.watch(loader, model=model, optimizer=optimizer, out="runs/a")
+    for epoch in range(24):
+        for batch in watched:  # the loop as it was
+            ...
+
+At the end the first rank prints what holds the accelerators up, on which rank, for what share.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Self
+
+from fuelrail.bench.measure.hooks import Hooks
+from fuelrail.bench.measure.recorder import Recorder
+from fuelrail.bench.studies.watch.command import FOLDER_VARIABLE
+from fuelrail.bench.studies.watch.report import RECORDS, WatchReport, conclude
+from fuelrail.pipeline.errors import ConfigError
+
+
+class Session:
+    """The recording of this process, of which there is one."""
+
+    current: Session | None = None
+
+    def __init__(
+        self,
+        out: str | os.PathLike[str] | None,
+        *,
+        is_printed: bool,
+        **hooks: Any,  # arguments of Hooks
+    ) -> None:
+        rank = os.environ.get("RANK", "0")
+        world = os.environ.get("WORLD_SIZE", "1")
+        if not (rank.isdecimal() and world.isdecimal() and int(rank) < int(world)):
+            raise ConfigError(
+                f"RANK={rank} and WORLD_SIZE={world} in the environment must be integers, the "
+                "rank from 0 and below the size"
+            )
+        self.is_temporary = out is None
+        self.folder = Path(tempfile.mkdtemp(prefix="fuelrail-watch-") if out is None else out)
+        self._is_printed = is_printed
+        self._process = os.getpid()
+        self.recorder = Recorder(self.folder / RECORDS, rank=int(rank), world=int(world))
+        self._hooks = Hooks(self.recorder, **hooks)
+        atexit.register(self.close)
+        Session.current = self
+
+    def close(self) -> None:
+        """End the recording, and print the verdict where this process is the one to do so."""
+        atexit.unregister(self.close)
+        if Session.current is not self or os.getpid() != self._process:
+            return
+        Session.current = None
+        self._hooks.remove()
+        self.recorder.close()
+        try:
+            if self._is_printed and (self.is_temporary or self.recorder.rank == 0):
+                report = self.report()
+                if report is not None:
+                    sys.stderr.write(f"{report.as_text()}\n")
+        except Exception as error:  # noqa: BLE001 - the training was the point, and is over
+            sys.stderr.write(f"fuelrail: the watch has no verdict: {error}\n")
+        if self.is_temporary:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def report(self) -> WatchReport | None:
+        """Judge what all ranks have written so far; None before the first step."""
+        first = self.recorder.rank if self.is_temporary else 0
+        return conclude(self.folder, first_rank=first, is_written=not self.is_temporary)
+
+
+class Watch:
+    """Iterates as a loader does, and records each step of the loop: ``fr.watch(loader)``.
+
+    It takes any loader: torch's, webdataset's, Hugging Face's, Grain's, Fuelrail's. Batches, random
+    numbers and losses stay as they are. The time of forward, backward and optimiser is known by
+    torch's hooks, on CUDA by events that nothing waits for. What fails in a watch ends it with a
+    warning, and the training goes on. Attributes of the loader, such as ``dataset``, are the
+    watch's too.
+
+    A process has one recording: further watches, such as one of a loader for evaluation, join it.
+
+    Args:
+        loader: an iterable of batches.
+        model: a module, or several, whose calls are forward passes. None: the outermost modules
+            that the loop calls are found in its first steps.
+        optimizer: the one whose steps count; None: every optimiser's.
+        out: folder for records and report, the same on all ranks. None: the verdict is of this rank
+            alone, and nothing is kept.
+
+    Raises ConfigError where the process records to another folder.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        *,
+        model: Any = None,
+        optimizer: Any = None,
+        out: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self.loader = loader
+        session = Session.current
+        if session is None:
+            models = () if model is None else model if isinstance(model, list | tuple) else (model,)
+            session = Session(out, is_printed=True, models=models, optimizer=optimizer)
+        elif out is not None and Path(out).absolute() != session.folder.absolute():
+            raise ConfigError(
+                f"out='{out}': this process records to '{session.folder}' already; leave out= away"
+            )
+        self._session = session
+        self._recorder = session.recorder
+        num_workers = getattr(loader, "num_workers", 0)
+        if isinstance(num_workers, int):
+            self._recorder.num_workers = max(self._recorder.num_workers, num_workers)
+
+    def __iter__(self) -> Iterator[Any]:
+        return _Batches(self.loader, self._recorder)
+
+    def __len__(self) -> int:
+        return len(self.loader)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":  # while this object is being unpickled
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    def report(self) -> WatchReport | None:
+        """Judge the steps so far, of all ranks that write to the folder; None before the first."""
+        return self._session.report()
+
+    def finish(self) -> None:
+        """End the recording, as the end of the process does, and print the verdict."""
+        self._session.close()
+
+
+watch = Watch
+
+
+def start_by_environment() -> None:
+    """Record this process, as ``fuelrail watch`` asks for, which prints the verdict itself."""
+    if Session.current is None:
+        Session(os.environ[FOLDER_VARIABLE], is_printed=False, has_loaders=True)
+
+
+class _Batches:
+    """An iteration; it keeps no batch, so that none lives longer than without it."""
+
+    def __init__(self, loader: Iterable[Any], recorder: Recorder) -> None:
+        self._recorder = recorder
+        recorder.enter("data_wait")  # workers start
+        try:
+            self._batches = iter(loader)
+        finally:
+            recorder.leave()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        batch = None
+        self._recorder.ask(self._batches)
+        try:
+            batch = next(self._batches)
+        finally:
+            self._recorder.got(batch)
+        return batch
