@@ -22,8 +22,8 @@ FACES = {
 NAMES = [(package, name) for package, places in FACES.items() for name in places]
 
 
-def test_a_user_of_datasets_faces_at_most_60_names() -> None:
-    assert len(FACES[fuelrail]) <= 60
+def test_a_user_of_datasets_faces_at_most_61_names() -> None:
+    assert len(FACES[fuelrail]) <= 61
     assert not [name for name, (module, _) in FACES[fuelrail].items() if ".bench." in module]
     assert not FACES[fuelrail].keys() & FACES[bench].keys()
 
