@@ -226,6 +226,18 @@ def check_ranks_agree(settings: Mapping[str, Any], world: World, batch: object) 
         )
 
 
+def rank_weight(batch: Mapping[str, Any]) -> float:
+    """Return what the mean loss of a batch is multiplied with before `backward`, so that the
+    average of the ranks' gradients is the gradient of the global batch's mean loss.
+
+    A rank with B of the G rows of the global batch, on R ranks, has the weight B R / G: the mean
+    over the ranks of (B R / G) x (sum over its rows / B) is the sum over all rows / G. It is 1, and
+    no entry of the batch, where R divides G. A row is a sample, in packs a pack; rows that are not
+    valid count.
+    """
+    return float(batch.get("weight", 1.0))
+
+
 def batch_digest(batch: object) -> int:
     """Return a signed 64-bit digest of a batch: tensors, arrays, numbers, strings, in dicts,
     lists and tuples.

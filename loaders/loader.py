@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import threading
 from collections.abc import (
@@ -72,7 +73,7 @@ from fuelrail.loaders.storage.protocol import add_stats
 from fuelrail.loaders.viewer.batch import LoaderDisplay
 from fuelrail.pipeline.errors import ConfigError, FuelrailError
 from fuelrail.pipeline.format.dataset import Dataset, open_dataset
-from fuelrail.pipeline.order.balance import order_batching
+from fuelrail.pipeline.order.balance import check_micro_batches, order_batching
 from fuelrail.pipeline.order.batching import (
     Batching,
     Cursor,
@@ -328,11 +329,16 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         pinned = transfer is not None if pin_memory is None else pin_memory
         if pinned:
             require_cuda("pin_memory=True")
-        keep = batches_in_flight(limits, self.batch_size)
-        self._buffers = partial(self._make.buffers, keep)
-        self._take = self._buffers(buffer_pool.page_locked if pinned else pageable)
+        self._limits = limits
+        self._memory: Memory = buffer_pool.page_locked if pinned else pageable
+        self._take = self._buffers()
         self._start = self._position = Cursor()
         self._epoch_is_set = False
+        self._committed: Cursor | None = None
+        """The place after the last committed step; None: steps are final when handed out."""
+        self._iteration: object | None = None
+        """The iteration under way."""
+        self._made_for = self.world
         self._client = serve_elsewhere(
             make_loader,
             self._recipe(),
@@ -345,6 +351,7 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         self._runner = Runner(f"fuelrail-r{self.world.rank}", tuner, trace, clocks_there)
         self._share = WorkerShard()
         self._batches = 0
+        self._samples = 0
         self._left_out = LeftOut()
         self._walk = Walk(self._start, self._batching)
         self._starting = threading.Lock()
@@ -379,17 +386,28 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
             # that one's rest.
             self._start = self._start.rolled(self._batching)
         check_epoch(self._schedule.layers, self._start.epoch)
+        is_next = self._position.rolled(self._batching) == self._start
+        if self._committed is not None and not (is_next and self._committed != self._position):
+            self._committed = self._start  # else steps before it are still to be committed
         self._position = self._start
         self._ledger.enter(self._start)
         with self._starting:
-            self._walk = walk = Walk(self._start, self._batching, self._share)
+            iteration = self._iteration = object()
             if not (self._runner.is_running and self._runner.idle_at(self._start)):
                 self._halt()
-                if self._client is not None:
-                    self._runner.start(self._client.items(walk), self.stages(), [self._client])
-                else:
-                    self._run(walk, self.where.scheduled(walk))
-            return self._drain(self._runner.take(), walk)
+                self._begin()
+            else:
+                self._walk = Walk(self._start, self._batching, self._share)
+            return self._drain(self._runner.take(), self._walk, iteration)
+
+    def _begin(self) -> None:
+        """Start the threads at the start of the next steps."""
+        self._walk = walk = Walk(self._start, self._batching, self._share)
+        if self._client is not None:
+            items = self._client.items(walk)
+            self._runner.start(items, self.stages(), [self._client])
+        else:
+            self._run(walk, self.where.scheduled(walk))
 
     def _run(self, walk: Walk, scheduled: Iterator[Scheduled]) -> None:
         """Start the threads on scheduled samples of a walk."""
@@ -408,9 +426,24 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
             [stream.session for stream in streams],
         )
 
-    def _drain(self, pipeline: Pipeline, walk: Walk) -> Iterator[dict[str, Any]]:
-        """Hand out one epoch's batches, keeping the position; leaving it early stops the
-        threads.
+    def _drain(self, pipeline: Pipeline, walk: Walk, iteration: object) -> Iterator[dict[str, Any]]:
+        """Hand out one epoch's batches, where ranks change or steps are given again too."""
+        try:
+            yield from self._hand_out(pipeline, walk, iteration)
+            while self._iteration is iteration and self._walk is not walk:
+                walk = self._walk
+                yield from self._hand_out(self._runner.take(), walk, iteration)
+        finally:
+            if self._iteration is iteration:
+                self._iteration = None
+                if self._walk is not walk:
+                    self._halt()
+
+    def _hand_out(
+        self, pipeline: Pipeline, walk: Walk, iteration: object
+    ) -> Iterator[dict[str, Any]]:
+        """Hand out the batches of a pipeline up to the epoch's end, keeping the position; leaving
+        it early stops the threads.
         """
         num_batches = walk.num_steps
         handed_out = 0
@@ -429,12 +462,15 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
                 del output
                 if self._check_ranks and not handed_out:
                     settings = settings_of_state(
-                        {**self.state_dict(), "batch_size": self.batch_size}
+                        {**self.state_dict(), "batch_size": self._arguments.batch_size}
                     )
                     check_ranks_agree(settings, self.world, batch)
                 begin_epoch()
                 handed_out += 1
                 self._batches += 1
+                self._samples += self.batch_size
+                if not self._batching.is_even and isinstance(batch, dict):
+                    batch["weight"] = self._batching.rank_weight
                 self._position = walk.after(handed_out)
                 self._ledger.hand_out(
                     walk.after(handed_out - 1),
@@ -458,7 +494,11 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
                     self._runner.park_at(following)
                 if self._runner.idle_at(following):  # and no other iteration has started
                     self._position = following
-            elif handed_out < num_batches and self._walk is not walk:
+            elif (
+                handed_out < num_batches
+                and self._walk is not walk
+                and self._iteration is not iteration
+            ):
                 raise FuelrailError(
                     "another iteration of this loader was started, which ended this one "
                     f"after {handed_out} of {num_batches} batches: a loader has one "
@@ -477,16 +517,19 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         if epoch != self._start.epoch:
             self._start = Cursor(epoch)
         self._position = self._start
+        if self._committed is not None:
+            self._committed = self._start
         self._epoch_is_set = True
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last delivered batch; plain JSON types, equal on all ranks.
 
         After a ``break`` that is the place of the break: a loader that loads it continues with the
-        rest of that epoch.
+        rest of that epoch. Once steps are committed, it is the place after the last such step.
         """
         self._ledger.reached("state")
-        return state_at(self._identity, self._position, self._batching.global_batch)
+        place = self._position if self._committed is None else self._committed
+        return state_at(self._identity, place, self._batching.global_batch)
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
         """Continue after a saved state, on any number of ranks; the next iteration starts there.
@@ -501,16 +544,17 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         self.where.check_unseen(decoded.identity.order, restored, decoded.full_batch)
         self._halt()
         Walk(restored, self._batching)  # refuses more samples than an epoch has
-        self._start = self._position = restored
-        self._epoch_is_set = False
-        self._ledger.restore(restored)
+        self._iteration = None
+        if self._committed is not None:
+            self._committed = restored
+        self._continue_at(restored)
 
     def stats(self) -> LoaderStats:
         """Return the stages' clocks and the counts since the loader was made; empty before the
         first iteration.
         """
         runner = self._runner
-        samples = self._batches * self.batch_size
+        samples = self._samples
         client = self._client
         storage = (client.storage() if client else []) or [
             source.storage.stats() for source in self._schedule.sources
@@ -553,8 +597,93 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         The loader can be iterated again.
         """
         self._halt()
+        self._iteration = None
         if self._client is not None:
             self._client.end()
+
+    @property
+    def rank_weight(self) -> float:
+        """What this rank's mean loss is multiplied with, where ranks differ by a row: its rows
+        times R / G.
+
+        The mean of the gradients over the ranks is then that of the global batch: by itself where
+        all ranks have equally many rows, whose weight is 1. A batch that is a dict has it as
+        ``weight`` where they do not; see `fuelrail.rank_weight`.
+        """
+        return self._batching.rank_weight
+
+    def commit(self) -> None:
+        """Make the steps handed out so far final: all ranks have taken them.
+
+        From the first call on, `state_dict`, :meth:`reshape`, :meth:`rollback` and the ledger know
+        committed steps only. Of a loader that was never told, every batch handed out is final.
+        """
+        self._committed = self._position
+        self._ledger.commit()
+
+    def rollback(self) -> None:
+        """Give the steps after the last :meth:`commit` again, in this iteration or the next one.
+
+        Without any commit so far these are all steps of the iteration.
+        """
+        self._runner.stop()
+        self._continue_at(self._walk.start if self._committed is None else self._committed)
+
+    def reshape(self, world: World | DeviceMesh) -> None:
+        """Continue as another rank, or with another number of ranks, from 1 to the global batch.
+
+        Call it between two steps, on every rank that stays. The iteration under way continues after
+        the last step that was committed (:meth:`commit`), and takes the rest of its order on the
+        new ranks: steps, global batches and the position stay as they are. Open files, caches and
+        worker processes stay; what was made in advance is dropped. A new process joins with a
+        loader of the same global batch, which it reshapes. In ``lanes`` a lane may change its rank.
+
+        Raises WorldError for more ranks than rows, ConfigError for a loader whose batches have
+        another number of rows then and a fixed shape (``static``), or are shared with other
+        processes.
+        """
+        resolved = resolve_world(world)
+        batching = dataclasses.replace(self._batching, world=resolved)
+        check_micro_batches(self.where.order, batching)
+        rows = batching.rank_batch
+        if self._make.static is not None and rows != self.batch_size:
+            raise ConfigError(
+                f"static batches have a fixed shape, and as rank {resolved.rank} of "
+                f"{resolved.size} this loader's would have {rows} rows in the place of "
+                f"{self.batch_size}: leave static out, or take a number of ranks that keeps the "
+                "rows"
+            )
+        if self._arguments.where == "node" or self._share.stride > 1:
+            raise ConfigError(
+                "reshape changes one process, and this loader's batches are made for several "
+                "(where='node', or worker processes of torch's DataLoader): make it without"
+            )
+        place = self._position if self._committed is None else self._committed
+        self._ledger.reshape(batching)
+        self._runner.stop()
+        self._batching = batching
+        self.world = resolved
+        self._world_is_detected = False
+        self._bad.rank = resolved.rank
+        if rows != self.batch_size:
+            self.batch_size = rows
+            self._make = self._make.with_rows(rows)
+            self._take = self._buffers()
+        self._continue_at(place)
+
+    def _continue_at(self, place: Cursor) -> None:
+        """Go to a place of the run, in the iteration under way too; nothing is running."""
+        self._start = self._position = place
+        self._epoch_is_set = False
+        self._ledger.restore(place)
+        if self._iteration is not None:
+            self._ledger.enter(place)
+            self._begin()
+
+    def _buffers(self) -> Callable[[Scheduled], Any]:
+        """Return what takes memory for the images of a batch of this rank's rows."""
+        keep = batches_in_flight(self._limits, self.batch_size)
+        return self._make.buffers(keep, self._memory)
 
     def _halt(self) -> None:
         self._runner.stop()
@@ -563,7 +692,7 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
 
     def _recipe(self) -> tuple[Arguments, DatasetPlaces]:
         """Return what `make_loader` makes this loader again from, with its rank."""
-        arguments = msgspec.structs.replace(self._arguments, dataset=None, world=self.world)
+        arguments = msgspec.structs.replace(self._arguments, dataset=None, world=self._made_for)
         places = {
             name: (dataset.url or dataset.root, dataset.storage_options)
             for name, dataset in self.datasets.items()
@@ -577,14 +706,14 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         """Pickle, for spawned processes, the arguments, the rank and the position: a copy
         continues as a fork does.
         """
-        return make_loader, self._recipe(), self._place()
+        return make_loader, (*self._recipe(), self.world), self._place()
 
     def __setstate__(self, place: tuple[Cursor, Cursor, bool]) -> None:
         self._start, self._position, self._epoch_is_set = place
 
     def _copy(self, **changes: Any) -> DataLoader:
         """Return a loader of these arguments, but for ``changes``, at the same position."""
-        loader = make_loader(*self._recipe(), **changes)
+        loader = make_loader(*self._recipe(), self.world, **changes)
         loader.__setstate__(self._place())
         return loader
 
@@ -622,7 +751,8 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         """
         self._bad.note = note
         self._make = self._make._replace(fixed=None, serves=not finishes)
-        self._take = self._buffers(memory)
+        self._memory = memory
+        self._take = self._buffers()
         return self._bad
 
     def make_steps(self, place: Cursor, number: int, count: int = 1) -> Iterator[Any]:
@@ -724,10 +854,11 @@ def _choose_samples(
 def make_loader(
     arguments: Arguments,
     places: DatasetPlaces,
+    world: World | None = None,
     **changes: object,
 ) -> DataLoader:
     """Return a loader of these arguments, but for ``changes``, and of datasets by their places
-    and storage options.
+    and storage options; reshaped where ``world`` is another one than it is made for.
     """
     storage = arguments.storage
     opened = {
@@ -741,4 +872,7 @@ def make_loader(
     }
     keywords = {name: getattr(arguments, name) for name in arguments.__struct_fields__}
     keywords["dataset"] = opened if arguments.mix is not None else next(iter(opened.values()))
-    return DataLoader(**keywords | changes)
+    loader = DataLoader(**keywords | changes)
+    if world is not None and world != loader.world:
+        loader.reshape(world)
+    return loader

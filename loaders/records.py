@@ -479,6 +479,11 @@ class Batch(TypedDict, total=False):
     ]
     epoch: Annotated[int, "int", "number of the epoch"]
     step: Annotated[int, "int", "number of the global batch in the epoch"]
+    weight: Annotated[
+        float,
+        "float",
+        "where ranks differ by a row: what the mean loss is multiplied with (`rank_weight`)",
+    ]
 
 
 def batch_entries() -> dict[str, tuple[str, str]]:

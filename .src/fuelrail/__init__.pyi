@@ -14,6 +14,7 @@ from fuelrail.loaders.decode.arrays import decode_jpeg as decode_jpeg
 from fuelrail.loaders.decode.lens import Undistort as Undistort
 from fuelrail.loaders.decode.protocol import DaliOptions as DaliOptions
 from fuelrail.loaders.distributed import mesh_world as mesh_world
+from fuelrail.loaders.distributed import rank_weight as rank_weight
 from fuelrail.loaders.integrations.iterable import IterableView as IterableView
 from fuelrail.loaders.loader import DataLoader as DataLoader
 from fuelrail.loaders.records import Batch as Batch

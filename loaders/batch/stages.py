@@ -114,6 +114,12 @@ class BatchPipeline(NamedTuple):
         """Frames of a sample whose images are decoded."""
         return 1 if self.window is None else len(self.window.frames)
 
+    def with_rows(self, rows: int) -> BatchPipeline:
+        """Return what makes batches of this number of samples, or of packs."""
+        second_at = rows if self.augments.second_at else 0
+        augments = self.augments._replace(second_at=second_at)
+        return self._replace(batch_size=rows, augments=augments)
+
     def tuner(self, budget: Budget | None, ready: int) -> Autotuner | None:
         """Return what tunes the numbers of threads and of ready batches; see `make_tuner`."""
         batch_bytes = sum(map(math.prod, image_shapes(self.augments.images, self._image_axes)))

@@ -22,6 +22,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from fuelrail.loaders.schedule.ledger import (
@@ -31,7 +32,7 @@ from fuelrail.loaders.schedule.ledger import (
 )
 from fuelrail.loaders.schedule.state import Identity, decode_state, state_at
 from fuelrail.pipeline.errors import OrderError
-from fuelrail.pipeline.order.balance import order_batching
+from fuelrail.pipeline.order.balance import check_micro_batches, order_batching
 from fuelrail.pipeline.order.batching import Cursor, Walk, World
 from fuelrail.pipeline.order.compile import plain
 from fuelrail.pipeline.order.spec import OrderSpec
@@ -53,6 +54,13 @@ _HOW: Final = (
 )
 
 
+_FIXED: Final = (
+    "{} cannot be used with torchdata's StatefulDataLoader, which alone knows what the trainer "
+    "received: load its state into a new one with world=, or count a DataLoader "
+    "(BatchSampler.count)"
+)
+
+
 class BatchSampler:
     """This rank's batches of row numbers in the order of a spec, for
     ``DataLoader(batch_sampler=...)``.
@@ -66,7 +74,9 @@ class BatchSampler:
         data: as above; with ``mix`` a mapping of dataset names to such data. Rows are then those of
             a ``ConcatDataset`` of the datasets in this order.
         spec: the order; None: ``OrderSpec()``. Without a kind it is shuffled.
-        global_batch: rows of a batch over all ranks, a multiple of their number.
+        global_batch: rows of a batch over all ranks, at least one for each: rank r of R has the
+            rows r G // R to (r + 1) G // R - 1. Where R does not divide G, multiply a rank's mean
+            loss with :attr:`rank_weight`.
         world: rank and number of ranks, or a device mesh; None: as torch.distributed, Megatron or
             the launcher has it.
         drop_last: leave out the rows at an epoch's end that do not fill a batch; else they are
@@ -146,6 +156,8 @@ class BatchSampler:
         """
         self._pass: CountedLoader | None = None
         """The iteration of a counted loader that is under way."""
+        self._committed: Cursor | None = None
+        """The place after the last committed batch; None: batches are final when received."""
         self._expects_pass = False
         """A counted loader has announced that it will draw an epoch."""
         self._uncounted = ""
@@ -160,6 +172,15 @@ class BatchSampler:
     def rank_batch(self) -> int:
         """Rows of a batch on this rank."""
         return self._batching.rank_batch
+
+    @property
+    def rank_weight(self) -> float:
+        """What this rank's mean loss is multiplied with: its rows times R / G, of R ranks.
+
+        The mean of the gradients over the ranks is then that of the global batch. It is 1 where R
+        divides G.
+        """
+        return self._batching.rank_weight
 
     @property
     def steps_per_epoch(self) -> int:
@@ -212,10 +233,61 @@ class BatchSampler:
                 f"the last iteration of this sampler drew {_PART}, and was not counted; {_HOW}"
             )
 
+    def commit(self) -> None:
+        """Make the batches received so far final: all ranks have taken these steps.
+
+        From the first call on, `state_dict`, :meth:`reshape`, :meth:`rollback` and the ledger know
+        committed steps only. Of a sampler that was never told, every batch received is final.
+        """
+        self._refuse_uncounted()
+        self._committed = self._position()
+        self._ledger.commit()
+
+    def rollback(self) -> None:
+        """Give the batches after the last :meth:`commit` again, in this iteration or the next one.
+
+        Without any commit so far these are all batches of the iteration.
+        """
+        self._refuse_uncounted()
+        self._continue_at(self._origin if self._committed is None else self._committed)
+
+    def reshape(self, world: World | DeviceMesh) -> None:
+        """Continue as another rank, or with another number of ranks, from 1 to the global batch.
+
+        Call it between two steps, on every rank that stays. A counted iteration under way continues
+        after the last batch that was committed (:meth:`commit`): it draws the rest of its order
+        from ``iter(loader)`` again, whose ``persistent_workers`` stay. Raises WorldError for more
+        ranks than rows, OrderError where batches were drawn and not counted.
+        """
+        from fuelrail.loaders.distributed import resolve_world
+
+        self._refuse_uncounted()
+        batching = replace(self._batching, world=resolve_world(world))
+        check_micro_batches(self._rows.order, batching)
+        place = self._position() if self._committed is None else self._committed
+        self._ledger.reshape(batching)
+        self._batching = batching
+        self._continue_at(place)
+
+    def _continue_at(self, place: Cursor) -> None:
+        self._origin = place
+        self._num_received = 0
+        self._ledger.restore(place)
+        if self._pass is not None:
+            self._pass.is_moved = True
+
+    def _commit_at(self, place: Cursor) -> None:
+        """Take a place where the trainer goes as committed, where it commits at all."""
+        if self._committed is not None:
+            self._committed = place
+
+    def _position(self) -> Cursor:
+        """Return the place after the batches that the trainer has received."""
+        return Walk(self._origin, self._batching).after(self._num_received)
+
     def _walk(self) -> Walk:
         """Return the steps from the position on."""
-        received = Walk(self._origin, self._batching).after(self._num_received)
-        return Walk(received.rolled(self._batching), self._batching)
+        return Walk(self._position().rolled(self._batching), self._batching)
 
     def count(self, loader: Iterable[Any] | None = None) -> CountedLoader:
         """Return ``loader``, which draws its batches from this sampler, with a state; None: the
@@ -243,8 +315,14 @@ class BatchSampler:
         self._expects_pass = True
         self._uncounted = ""
         walk = self._walk()
+        if self._committed == self._position():
+            self._committed = walk.start  # else batches before it are still to be committed
         self._ledger.enter(walk.start)
         return walk
+
+    def is_over(self, walk: Walk) -> bool:
+        """Return whether no step is left of the epoch of a pass."""
+        return self._walk().start.epoch > walk.start.epoch
 
     def receive(self, counting: CountedLoader, walk: Walk, num_steps: int) -> None:
         """Note that the trainer has received ``num_steps`` batches of a pass; raise OrderError
@@ -276,13 +354,17 @@ class BatchSampler:
 
         Raises OrderError where batches were drawn and not counted (:meth:`count`).
         """
+        self._refuse_uncounted()
+        self._ledger.reached("state")
+        place = self._position() if self._committed is None else self._committed
+        return state_at(self._identity, place.rolled(self._batching), self._batching.global_batch)
+
+    def _refuse_uncounted(self) -> None:
         if self._uncounted:
             raise OrderError(
                 f"the position is not known: a loader drew {self._uncounted} from this "
                 f"sampler, which may be ahead of what the trainer received; {_HOW}"
             )
-        self._ledger.reached("state")
-        return state_at(self._identity, self._walk().start, self._batching.global_batch)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state; an iteration under way ends with an error.
@@ -296,6 +378,7 @@ class BatchSampler:
         Walk(restored, self._batching)  # refuses more samples than an epoch has
         self._origin = restored
         self._num_received = 0
+        self._commit_at(restored)
         self._uncounted = ""
         self._pass = None
         self._expects_pass = False
@@ -312,6 +395,18 @@ class StatefulSampler(BatchSampler):
     """
 
     _drawn: Cursor | None = None
+
+    def reshape(self, world: World | DeviceMesh) -> None:  # noqa: ARG002 - of any world
+        """Raise OrderError: the loader knows the position."""
+        raise OrderError(_FIXED.format("reshape"))
+
+    def commit(self) -> None:
+        """Raise OrderError: the loader knows the position."""
+        raise OrderError(_FIXED.format("commit"))
+
+    def rollback(self) -> None:
+        """Raise OrderError: the loader knows the position."""
+        raise OrderError(_FIXED.format("rollback"))
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the rest of the epoch, then over the next one."""
@@ -356,6 +451,13 @@ class Sampler(BatchSampler):
             raise OrderError("batches of packs differ in their number of rows: use BatchSampler")
         super().__init__(data, spec, **options)
 
+    def reshape(self, world: World | DeviceMesh) -> None:  # noqa: ARG002 - of any world
+        """Raise OrderError: torch's DataLoader keeps its batch size."""
+        raise OrderError(
+            "reshape may change the rows of a rank, and torch's DataLoader(batch_size=...) keeps "
+            "their number: use BatchSampler"
+        )
+
     def __len__(self) -> int:
         return self.steps_per_epoch * self.rank_batch
 
@@ -377,7 +479,8 @@ class Sampler(BatchSampler):
 
 class CountedLoader:
     """A loader that counts the batches it hands out, so that its sampler knows the position of the
-    training.
+    training; after a `BatchSampler.reshape` or `BatchSampler.rollback` the iteration under way
+    continues there.
 
     Each iteration is the rest of the sampler's epoch; ``len`` is the number of batches in a whole
     one.
@@ -386,6 +489,8 @@ class CountedLoader:
     def __init__(self, sampler: BatchSampler, loader: Iterable[Any]) -> None:
         self.sampler = sampler
         self.loader = loader
+        self.is_moved = False
+        """The sampler has gone to another place, from where this pass is drawn again."""
 
     def __len__(self) -> int:
         return self.sampler.steps_per_epoch
@@ -402,9 +507,19 @@ class CountedLoader:
         walk = self.sampler.begin(counting)
         number = 0
         try:
-            for number, batch in enumerate(self.loader, 1):
-                self.sampler.receive(counting, walk, number)
-                yield batch
+            while True:
+                for number, batch in enumerate(self.loader, 1):
+                    self.sampler.receive(counting, walk, number)
+                    yield batch
+                    if counting.is_moved:
+                        break
+                if not counting.is_moved:
+                    break
+                counting.is_moved = False
+                number = 0
+                if self.sampler.is_over(walk):
+                    return
+                walk = self.sampler.begin(counting)
         finally:
             self.sampler.end(counting)
         if number != walk.num_steps:

@@ -85,7 +85,7 @@ class BadSamples:
         self._policy = policy
         self._sources = sources
         self._where = where
-        self._rank = rank
+        self.rank = rank
         self.note: Callable[[int, int, str | None, str], None] | None = None
         """Called for each sample that takes another's place: epoch, position, and the keys of
         both.
@@ -174,7 +174,7 @@ class BadSamples:
         line: dict[str, Any] = {
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
             "dataset": manifest.fingerprint,
-            "rank": self._rank,
+            "rank": self.rank,
             "epoch": task.slot.epoch,
             "step": task.slot.step,
             "row": row,

@@ -144,6 +144,8 @@ class RunLedger:
         self._is_started = False
         self._restored: Cursor | None = None
         self._batching = batching
+        self._uncommitted: list[tuple[Cursor, Cursor, str | None]] | None = None
+        """Steps that were handed out since the last commit; None: steps are final at once."""
         if options is None:
             return
         if "has_bucket" in identity.order:
@@ -158,9 +160,8 @@ class RunLedger:
             if dist.is_available() and dist.is_initialized():
                 self._number = dist.get_rank()
         self._number = self._number or batching.world.rank
-        self._file = LedgerFile(
-            f"{options.path}.rank{self._number:05d}" if self._number else options.path
-        )
+        self._path = options.path
+        self._open()
         self._reached: Cursor | None = None
         """The place of the newest record, where it is of a state."""
         plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(identity))
@@ -172,9 +173,7 @@ class RunLedger:
             decoder=decoder,
             versions=package_versions(),
         )
-        setups = [record for record in self._file.records if isinstance(record, RunSetup)]
         starts = [record for record in self._file.records if isinstance(record, SegmentStart)]
-        self._last_setup = setups[-1] if setups else None
         if self._last_setup is not None and starts:
             last = starts[-1]
             recorded = identity_of(self._last_setup, options.path)
@@ -187,6 +186,15 @@ class RunLedger:
             except StateMismatchError as error:
                 whose = f"ledger '{options.path}' is of another run: give this one its own"
                 raise StateMismatchError(f"{whose}; {error}") from error
+
+    def _open(self) -> None:
+        """Read the file of this process, by its number."""
+        self._file = LedgerFile(
+            f"{self._path}.rank{self._number:05d}" if self._number else self._path
+        )
+        setups = [record for record in self._file.records if isinstance(record, RunSetup)]
+        self._last_setup = setups[-1] if setups else None
+        self._is_open = True
 
     def records_loader(
         self,
@@ -238,12 +246,44 @@ class RunLedger:
         self.reached("end")
         self._restored = place
         self._is_started = False
+        self._drop_uncommitted()
+
+    def reshape(self, batching: Batching) -> None:
+        """Note that the next segment has other ranks; the first of them writes it.
+
+        Raises ConfigError for a process among several of one rank.
+        """
+        if self.is_kept and self._number != self._batching.world.rank:
+            raise ConfigError(
+                "a ledger cannot follow reshape where several processes are one data-parallel "
+                "rank: leave ledger out"
+            )
+        self.reached("end")
+        self._is_started = False
+        self._batching = batching
+        if self.is_kept and self._number != batching.world.rank:
+            self._number = batching.world.rank
+            self._is_open = False  # whoever writes that file now may still end its segment
+
+    def commit(self) -> None:
+        """Write the steps handed out since the last call; from the first one on, none is written
+        before.
+        """
+        for step in self._uncommitted or ():
+            self._write_step(*step)
+        self._uncommitted = []
+
+    def _drop_uncommitted(self) -> None:
+        self._uncommitted = None if self._uncommitted is None else []
 
     def enter(self, start: Cursor) -> None:
         """Note where an iteration starts; one that continues where the last one ended is part of
         its segment.
         """
         start = start.rolled(self._batching)
+        if self._uncommitted and self._uncommitted[-1][1].rolled(self._batching) == start:
+            return
+        self._drop_uncommitted()
         if not self._is_started or start != self._following:
             self.reached("end")
             self._is_started = False
@@ -256,8 +296,23 @@ class RunLedger:
         """
         if not self.is_kept or self._number:
             return
+        xxh3: str | None = None
+        if (
+            self._every is not None
+            and digest is not None
+            and before.samples_consumed // self._batching.global_batch % self._every == 0
+        ):
+            xxh3 = f"{digest() % 2**64:016x}"
+        if self._uncommitted is None:
+            self._write_step(before, after, xxh3)
+        else:
+            self._uncommitted.append((before, after, xxh3))
+
+    def _write_step(self, before: Cursor, after: Cursor, xxh3: str | None) -> None:
         place = (before.epoch, before.samples_consumed)
         batching = self._batching
+        if not self._is_open:
+            self._open()
         if not self._is_started:
             now = datetime.now(UTC).isoformat(timespec="seconds")
             state = self._restored
@@ -276,12 +331,7 @@ class RunLedger:
                 self._reached = None
             self._is_started = True
             self._restored = None
-        if (
-            self._every is not None
-            and digest is not None
-            and before.samples_consumed // batching.global_batch % self._every == 0
-        ):
-            xxh3 = f"{digest() % 2**64:016x}"
+        if xxh3 is not None:
             with _WRITING:
                 self._file.append(
                     BatchDigest(place, batching.world.rank, batching.world.size, xxh3),
@@ -337,6 +387,8 @@ class RunLedger:
             since = self._since.epoch, self._since.samples_consumed
             rank = self._batching.world.rank
             with _WRITING:
+                if not self._is_open:
+                    self._open()
                 self._file.append(
                     SampleReplaced(
                         since=since,

@@ -73,9 +73,8 @@ class StepClient:
         self._is_stopped = threading.Event()
         self._num_iterations += 1
         self.transport.open()
-        return self._iter_batches(
-            StepRequest(self._num_iterations, walk.start, 0), self._is_stopped
-        )
+        first = StepRequest(self._num_iterations, walk.start, 0, world=walk.batching.world)
+        return self._iter_batches(first, self._is_stopped)
 
     def _iter_batches(self, step: StepRequest, is_stopped: threading.Event) -> Iterator[Any]:
         while (result := self.transport.make(step, is_stopped)) is not None:

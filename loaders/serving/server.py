@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from fuelrail.loaders.autotune import Tuning
     from fuelrail.loaders.storage.buffers import Memory
     from fuelrail.loaders.storage.protocol import StorageStats
-    from fuelrail.pipeline.order.batching import Cursor
+    from fuelrail.pipeline.order.batching import Cursor, World
     from fuelrail.pipeline.runtime.stages import StageClock
 
 
@@ -65,6 +65,8 @@ class StepRequest(NamedTuple):
     number: int
     free: Sequence[int] = ()
     """Blocks of shared memory whose tensors are gone in the trainer."""
+    world: World | None = None
+    """The rank that it is a step of; None: as the loader was made."""
 
 
 class Facts(NamedTuple):
@@ -252,6 +254,7 @@ class RankServer:
         """Make an iteration's steps from this one on, until no client asks for more."""
         number = first.number
         try:
+            self._reshape(first)
             with contextlib.closing(self._loader.batches_from(first.place, number)) as batches:
                 for batch in batches:
                     exported, held = self._memory.export(batch)
@@ -289,8 +292,13 @@ class RankServer:
 
     def make(self, step: StepRequest) -> Any:
         """Return the batch of a step, and make no other."""
+        self._reshape(step)
         (batch,) = self._loader.make_steps(step.place, step.number)
         return batch
+
+    def _reshape(self, step: StepRequest) -> None:
+        if step.world not in (None, self._loader.world):
+            self._loader.reshape(step.world)
 
     def facts(self) -> Facts:
         """Return what was done so far, and what happened since the last call."""

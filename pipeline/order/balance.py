@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 class Balance(Settings, frozen=True):
     """Deal the rows of each global batch to ranks, and to their micro-batches, by cost.
 
-    All have equally many rows.
+    How many rows each rank has stays as it is without; its micro-batches have equally many.
     """
 
     cost: str | Cost
@@ -54,12 +54,13 @@ class Balance(Settings, frozen=True):
 
 
 def deal(costs: NDArray[np.int64], num_groups: int) -> NDArray[np.int64]:
-    """Return the rows of a batch (n,) group by group, n / num_groups in each, of about equal costs:
-    int64 (n,).
+    """Return the rows of a batch (n,) group by group, of about equal costs: int64 (n,).
 
-    The rows of a group keep their order; see `groups_of`.
+    Group g has as many as g n // num_groups to (g + 1) n // num_groups. The rows of a group keep
+    their order; see `groups_of`.
     """
-    return np.argsort(groups_of(costs, num_groups, len(costs) // num_groups), kind="stable")
+    bounds = np.arange(num_groups + 1) * len(costs) // num_groups
+    return np.argsort(groups_of(costs, np.diff(bounds).tolist()), kind="stable")
 
 
 class BalancedOrder(RegroupedOrder):
@@ -124,13 +125,25 @@ def order_batching(
             f"no full global batch of {global_batch}: use a global batch of at most "
             f"{batching.epoch_length}, or drop_last=False"
         )
-    if isinstance(order, BalancedOrder) and batching.rank_batch % order.balance.micro_batches:
+    check_micro_batches(order, batching)
+    return batching
+
+
+def check_micro_batches(order: EndlessOrder, batching: Batching) -> None:
+    """Raise WorldError where not every rank's batch can be cut into equal micro-batches, by which
+    the order balances.
+    """
+    if not isinstance(order, BalancedOrder) or order.balance.micro_batches == 1:
+        return
+    parts = order.balance.micro_batches
+    if batching.global_batch % (batching.world.size * parts):
+        batch = f"a rank's batch of {batching.rank_batch}"
+        if not batching.is_even:
+            batch = f"a global batch of {batching.global_batch} on {batching.world.size} ranks"
         raise WorldError(
-            f"a rank's batch of {batching.rank_batch} cannot be cut into "
-            f"{order.balance.micro_batches} micro-batches; take a batch size that is a "
+            f"{batch} cannot be cut into {parts} micro-batches; take a batch size that is a "
             "multiple of them"
         )
-    return batching
 
 
 def rank_positions(
@@ -149,6 +162,5 @@ def rank_positions(
         order.position_costs(in_order, positions),
         batching.world.size * order.balance.micro_batches,
     )
-    first = batching.world.rank * batching.rank_batch
-    rank_rows = rows[first : first + batching.rank_batch]
+    rank_rows = rows[batching.rows.start : batching.rows.stop]
     return positions[rank_rows], running[rank_rows] < batching.epoch_length

@@ -1,7 +1,7 @@
 """Assign positions to ranks, steps and epochs, by arithmetic on a few integers.
 
 An epoch is cut into global batches of G consecutive positions; each of the R ranks takes G / R
-consecutive ones::
+consecutive ones, of any R up to G: rank r has the rows r G // R to (r + 1) G // R - 1::
 
     step 0                     step 1                     step 2
     | rank 0 | .. | rank R-1 | rank 0 | .. | rank R-1 | ...
@@ -19,7 +19,6 @@ ends of epochs.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from operator import index
@@ -63,17 +62,19 @@ class Batching:
     """The global batches of one epoch, or of its rest, and one rank's part in each.
 
     ``epoch_length``: positions in the epoch, at least 1. ``global_batch``: samples a step over all
-    ranks, a multiple of ``world.size``. ``start``: samples of this epoch consumed already; step 0
-    begins there. The samples after the last full batch are left out (``drop_last``), or make one
-    more batch, filled up with positions from the epoch's beginning that are flagged as not valid.
-    Every rank has the same number of steps, and of rows in each step.
+    ranks, ``world.size`` or more. ``start``: samples of this epoch consumed already; step 0 begins
+    there. The samples after the last full batch are left out (``drop_last``), or make one more
+    batch, filled up with positions from the epoch's beginning that are flagged as not valid. Every
+    rank has the same number of steps, and in each step the same rows of the global batch
+    (:attr:`rows`): equally many where the number of ranks divides it, else some ranks have one
+    more.
 
     ``lengths`` knows the positions of each epoch, where these differ: an order in packs. `of_epoch`
     asks it. Such an epoch may be too short for a step; `next_epoch` finds the one that a run
     continues with. ``unit`` is what a position shows, for messages.
 
-    Raises WorldError where the ranks cannot share the batch evenly, where ``drop_last`` would leave
-    every epoch empty, and for numbers out of range.
+    Raises WorldError where there are more ranks than rows, where ``drop_last`` would leave every
+    epoch empty, and for numbers out of range.
     """
 
     epoch_length: int
@@ -95,20 +96,11 @@ class Batching:
             raise WorldError(
                 f"a global batch must have 1 .. 2**31 {self.unit}, got {self.global_batch}"
             )
-        if self.global_batch % self.world.size:
-            batch = self.global_batch
-            size = self.world.size
-            below = batch - batch % size
-            batches = " or ".join(str(near) for near in (below, below + size) if near)
-            small = [count for count in range(1, math.isqrt(batch) + 1) if batch % count == 0]
-            divisors = small + [batch // count for count in reversed(small)]
-            sizes = f"{max(count for count in divisors if count < size)}"
-            if larger := [count for count in divisors if count > size]:
-                sizes += f" or {larger[0]}"
+        if self.global_batch < self.world.size:
             raise WorldError(
-                f"a global batch of {batch} cannot be split evenly over {size} ranks; nearest "
-                f"that work: a global batch of {batches} on {size} ranks, or {sizes} ranks for "
-                f"{batch}"
+                f"a global batch of {self.global_batch} has no row for some of {self.world.size} "
+                f"ranks: use at most {self.global_batch} ranks, or a global batch of "
+                f"{self.world.size} or more"
             )
         if not 0 <= self.start <= self.epoch_length:
             raise WorldError(
@@ -122,9 +114,34 @@ class Batching:
             )
 
     @property
+    def rows(self) -> range:
+        """The rows of each global batch that this rank has."""
+        return self.rows_of(range(self.world.rank, self.world.rank + 1))
+
+    def rows_of(self, ranks: range) -> range:
+        """Return the rows of each global batch that some ranks in a row have together."""
+        first, stop = [
+            rank * self.global_batch // self.world.size for rank in (ranks.start, ranks.stop)
+        ]
+        return range(first, stop)
+
+    @property
     def rank_batch(self) -> int:
-        """Samples a step on each rank."""
-        return self.global_batch // self.world.size
+        """Samples a step on this rank."""
+        return len(self.rows)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all ranks have equally many rows."""
+        return self.global_batch % self.world.size == 0
+
+    @property
+    def rank_weight(self) -> float:
+        """What this rank's mean loss is multiplied with: its rows times R / G.
+
+        The mean over the ranks of the gradients is then that of the global batch's mean loss.
+        """
+        return self.rank_batch * self.world.size / self.global_batch
 
     @property
     def num_steps(self) -> int:
@@ -179,7 +196,7 @@ class Batching:
 
     def _running(self, step: int) -> NDArray[np.int64]:
         """Return this rank's positions in one step, continued beyond the epoch's end."""
-        return self._range(step, self.world.rank * self.rank_batch, self.rank_batch)
+        return self._range(step, self.rows.start, self.rank_batch)
 
     def _range(self, step: int, first: int, size: int) -> NDArray[np.int64]:
         if not 0 <= step < self.num_steps:
@@ -370,11 +387,9 @@ class Walk:
         """Yield, epoch by epoch, the positions of ``ranks`` in the steps made here from the
         ``first`` on.
 
-        Step by step, and rank by rank in each: int64 (steps * ranks * rank_batch,). Padding
-        included.
+        Step by step, and rank by rank in each: int64 (steps * their rows,). Padding included.
         """
-        rank_batch = self.batching.rank_batch
-        in_step = ranks.start * rank_batch + np.arange(len(ranks) * rank_batch)
+        in_step = np.array(self.batching.rows_of(ranks))
         while num_steps > 0:
             epoch, step = self.place(first)
             batches = self.batches(epoch)

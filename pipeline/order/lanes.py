@@ -86,7 +86,7 @@ class LaneOrder:
         self.num_lanes = num_lanes
         self.num_selected = len(chosen)
         slots = np.sort(self._lengths)[::-1]
-        self._lane_of_slot = groups_of(slots, num_lanes, len(slots))
+        self._lane_of_slot = groups_of(slots, [len(slots)] * num_lanes)
         loads = np.bincount(self._lane_of_slot, weights=slots, minlength=num_lanes)
         self.num_steps = int(loads.max())
 

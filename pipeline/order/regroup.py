@@ -239,9 +239,10 @@ def costs_of(costs: Sequence[NDArray[np.integer]], entries: Entries) -> NDArray[
     return entry_costs
 
 
-def groups_of(costs: NDArray[np.int64], num_groups: int, size: int) -> NDArray[np.int64]:
-    """Return the group of each row (int64, same shape as ``costs`` (n,)), of at most ``size`` rows
-    and about one cost.
+def groups_of(costs: NDArray[np.int64], sizes: Sequence[int]) -> NDArray[np.int64]:
+    """Return the group of each row (int64, same shape as ``costs`` (n,)), of about one cost.
+
+    Group g has at most ``sizes[g]`` rows, 1 or more.
 
     The dearest row is first, those of equal cost come in their order. Each goes to the group with
     the least cost so far that is not full, the one with the lowest number among equals. The method
@@ -249,14 +250,14 @@ def groups_of(costs: NDArray[np.int64], num_groups: int, size: int) -> NDArray[n
     within 4/3 of the best), with groups of a limited size.
     """
     by_cost = np.argsort(-costs, kind="stable")
-    groups = [(0, group) for group in range(num_groups)]
-    held = [0] * num_groups
+    groups = [(0, group) for group in range(len(sizes))]
+    held = [0] * len(sizes)
     chosen = []
     for cost in costs[by_cost].tolist():
         load, group = groups[0]
         held[group] += 1
         chosen.append(group)
-        if held[group] < size:
+        if held[group] < sizes[group]:
             heapq.heapreplace(groups, (load + cost, group))
         else:
             heapq.heappop(groups)

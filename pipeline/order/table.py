@@ -129,8 +129,7 @@ class OrderedRows:
         in_order = self._newest[1]
         if self._is_cut_evenly:
             starts = batching.start + np.array(steps, np.int64) * batching.global_batch
-            first = batching.world.rank * batching.rank_batch
-            running = starts[:, None] + np.arange(first, first + batching.rank_batch)
+            running = starts[:, None] + np.array(batching.rows)
             return self._rows(
                 in_order,
                 running % batching.epoch_length,

@@ -342,10 +342,12 @@ def make_loader(
             "file": None,
         }
     data = next(iter(opened.values())) if options["mix"] is None else opened
-    world = World() if rank is None else World(rank, start.ranks)
-    options |= {**functions, "world": world, "prefetch_factor": 1}
+    options |= {**functions, "world": World(), "prefetch_factor": 1}
     try:
-        return DataLoader(data, start.global_batch // world.size, **options)
+        loader = DataLoader(data, start.global_batch, **options)
+        if rank is not None:
+            loader.reshape(World(rank, start.ranks))
+        return loader
     except ConfigError as error:
         raise ConfigError(f"ledger '{ledger}': {error}") from error
 
@@ -612,7 +614,7 @@ def _in_epoch(
                         step=first_step + step,
                         epoch=epoch,
                         position=position,
-                        rank=row // (batches.global_batch // start.ranks),
+                        rank=(start.ranks * (row + 1) - 1) // batches.global_batch,
                         draw=draws[key],
                         as_frame=not is_own_sample,
                         valid=is_valid and running == position,

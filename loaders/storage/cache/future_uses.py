@@ -158,7 +158,7 @@ def coming_rows(
     Step by step, and in each step rank by rank; epoch after epoch. ``rows_of`` gives the rows that
     are read for positions of an epoch, ``per_position`` of them for each, in the order of reading.
     """
-    per_step = len(ranks) * walk.batching.rank_batch * per_position
+    per_step = len(walk.batching.rows_of(ranks)) * per_position
 
     def coming(first: int, count: int, /) -> NDArray[np.int64]:
         step, skip = divmod(first, per_step)
@@ -205,7 +205,7 @@ def build_future_uses(
     coming, uses_per_step = coming_rows(
         rows_of, replace(walk, share=EVERY_STEP), ranks, per_position
     )
-    begin = (batching.world.rank - ranks.start) * batching.rank_batch * per_position
+    begin = (batching.rows.start - batching.rows_of(ranks).start) * per_position
     own_per_step = batching.rank_batch * per_position
 
     def time_of(k: int) -> int:

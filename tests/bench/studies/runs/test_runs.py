@@ -878,7 +878,7 @@ def test_a_ledger_that_someone_else_has_written_is_refused_in_a_sentence(
             load(datasets / "a", 2, ledger=tmp_path / "b.ledger")
 
 
-def test_ranks_that_do_not_divide_the_batch_are_refused(datasets, tmp_path):
+def test_more_ranks_than_rows_of_a_batch_are_refused(datasets, tmp_path):
     with load(datasets / "a", 2, ledger=tmp_path / "a.ledger") as loader:
         next(iter(loader))
     setup, first, *records = read_ledger(tmp_path / "a.ledger").records
@@ -887,7 +887,7 @@ def test_ranks_that_do_not_divide_the_batch_are_refused(datasets, tmp_path):
     )
     with pytest.raises(
         WorldError,
-        match="a global batch of 2 cannot be split evenly over 4 ranks",
+        match="a global batch of 2 has no row for some of 4 ranks",
     ):
         RunHistory(tmp_path / "b.ledger")
 
