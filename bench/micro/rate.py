@@ -46,7 +46,7 @@ from fuelrail.bench.micro.timing import (
     compare,
     render,
 )
-from fuelrail.bench.micro.writers import FLOORS, candidates, fuelrail_with
+from fuelrail.bench.micro.writers import FLOORS, RESTART_COMMAND, candidates, fuelrail_with
 from fuelrail.bench.report.files import publish_json
 from fuelrail.pipeline.native import load as load_native
 from fuelrail.pipeline.runtime.workers import in_threads
@@ -95,7 +95,7 @@ CASES = {
         num_frames=1440,
         num_files=480,
         num_rounds=5,
-        leave_out=_SLOW,
+        leave_out=(*_SLOW, RESTART_COMMAND),
     ),
     # Tables of the stored keyframes alone, without annotations: what the scan of full ones costs.
     "cameras, lean tables": Case(
@@ -103,11 +103,11 @@ CASES = {
         num_frames=480,
         num_files=480,
         num_rounds=9,
-        leave_out=_SLOW,
+        leave_out=(*_SLOW, RESTART_COMMAND),
         full_tables=False,
     ),
 }
-OWN_SOURCE = Case(lidar=False, num_frames=0, num_files=0, num_rounds=3)
+OWN_SOURCE = Case(lidar=False, num_frames=0, num_files=0, num_rounds=3, leave_out=_SLOW)
 
 
 class RestartCost(msgspec.Struct, frozen=True, kw_only=True):

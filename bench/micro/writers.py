@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 SHARD_BYTES = 64 << 20
 _BUFFER_BYTES = 16 << 20
 COMMAND = "fuelrail shard, the whole command"
+RESTART_COMMAND = "fuelrail shard --jpeg restart, the whole command"
 FLOORS = {
     "floor: reading and writing alone": (),
     "floor: with SHA-256": ("sha256",),
@@ -75,7 +76,7 @@ def with_fuelrail(root: Path, num_workers: int, out: Path) -> None:
         )
 
 
-def with_command(root: Path, num_workers: int, out: Path) -> None:
+def with_command(root: Path, num_workers: int, out: Path, *options: str) -> None:
     """Run `fuelrail shard` as a user types it: start of the interpreter and imports count."""
     with _fresh(out) as folder:
         command = [
@@ -89,6 +90,7 @@ def with_command(root: Path, num_workers: int, out: Path) -> None:
             str(num_workers),
             "--shard-size",
             str(SHARD_BYTES),
+            *options,
         ]
         environment = {
             **os.environ,
@@ -333,6 +335,9 @@ def candidates(
             with_fuelrail, root, num_workers, work / "fuelrail"
         )
     works[COMMAND] = partial(with_command, root, num_cpus, work / "fuelrail")
+    works[RESTART_COMMAND] = partial(
+        with_command, root, num_cpus, work / "fuelrail", "--jpeg", "restart"
+    )
     for title, digests in FLOORS.items():
         works[title] = partial(with_floor, files, num_cpus, digests, work / "floor")
     return works, missing

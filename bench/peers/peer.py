@@ -20,6 +20,7 @@ import numpy as np
 import simplejpeg
 from numpy.typing import NDArray
 
+from fuelrail.loaders.decode.arrays import decode_jpeg
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import Settings
 
@@ -140,28 +141,28 @@ PEERS: dict[str, Entry] = {
         needs=("PIL",),
         install="pip install pillow",
         packages=("torch",),
-        recipes=("pil", "cv2", "cv2fast", "sjfast"),
+        recipes=("pil", "cv2", "cv2fast", "native", "sjfast"),
     ),
     "wds": Entry(
         module="wds",
         needs=("webdataset",),
         install="pip install webdataset",
         packages=("webdataset",),
-        recipes=("pil", "cv2", "cv2fast", "sjfast"),
+        recipes=("pil", "cv2", "cv2fast", "native", "sjfast"),
     ),
     "mds": Entry(
         module="mds",
         needs=("streaming",),
         install="pip install mosaicml-streaming",
         packages=("mosaicml-streaming",),
-        recipes=("cv2", "cv2fast", "sjfast"),
+        recipes=("cv2", "cv2fast", "native", "sjfast"),
     ),
     "spdl": Entry(
         module="spdl",
         needs=("spdl.pipeline",),
         install="pip install spdl-core",
         packages=("spdl-core",),
-        recipes=("cv2", "cv2fast", "sjfast"),
+        recipes=("cv2", "cv2fast", "native", "sjfast"),
         data="wds",
     ),
     "spdl-io": Entry(
@@ -177,7 +178,7 @@ PEERS: dict[str, Entry] = {
         needs=("grain", "array_record"),
         install="pip install grain array-record",
         packages=("grain", "array-record"),
-        recipes=("thr-cv2", "thr-cv2fast", "thr-sjfast"),
+        recipes=("thr-cv2", "thr-cv2fast", "thr-native", "thr-sjfast"),
     ),
 }
 
@@ -354,6 +355,14 @@ def decode_with_simplejpeg(encoded: Buffer, planes: NDArray[np.uint8]) -> None:
     _resize(picture, (width, height), planes, cv2.INTER_LINEAR, bgr=False)
 
 
+def decode_with_ours(encoded: Buffer, planes: NDArray[np.uint8]) -> None:
+    """Decode, crop and shrink with ``fr.decode_jpeg``."""
+    height, width = _jpeg_size(encoded)
+    box = seen_box((width, height), (planes.shape[2], planes.shape[1]))
+    left_edge, upper, right, lower = map(round, box)
+    decode_jpeg(encoded, out=planes, crop=(left_edge, upper, right - left_edge, lower - upper))
+
+
 def _resize(
     picture: Any,
     source_wh: tuple[int, int],
@@ -384,5 +393,6 @@ RECIPES: dict[str, Callable[[Buffer, NDArray[np.uint8]], None]] = {
     "pil": decode_with_pil,
     "cv2": decode_with_cv2,
     "cv2fast": decode_with_reduced_cv2,
+    "native": decode_with_ours,
     "sjfast": decode_with_simplejpeg,
 }

@@ -1,7 +1,8 @@
 /* Prints a digest of all that the native decoder makes of files and of mutations of them, for processors to be compared.
  *
- * native_digest COUNT FILE...: each file, and COUNT mutations of each, is decoded at 1/2 and 1/4, resampled, given
- * restart markers and cut to some rows. Compile it with the other sources of the decoder. */
+ * native_digest SEED COUNT FILE...: each file, and COUNT mutations of each, is decoded at 1/2 and 1/4, resampled and
+ * given restart markers. Each has memory of its own, so that sanitizers see what goes beyond it. Compile it with the
+ * other sources of the decoder. */
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -65,25 +66,51 @@ static void look_at(Context *context, const uint8_t *data, size_t size, int widt
     free(room);
 }
 
+static size_t smaller(size_t a, size_t b) { return a < b ? a : b; }
+
+/* Flips, cuts, removes, repeats or overwrites, or lies about the size; returns the new length. */
+static size_t mutate(uint8_t *data, size_t size) {
+    size_t at = draw((uint32_t)size), length = smaller(size - at, 1 + draw(600));
+    switch (draw(8)) {
+    case 0: return at < 4 ? 4 : at;
+    case 1: memmove(data + at, data + at + length, size - at - length); return size - length;
+    case 2: memmove(data + at + length, data + at, size - at); return size + length;
+    case 3:
+        while (length--) data[at + length] = (uint8_t)draw(256);
+        return size;
+    case 4:
+        for (at = 2; at + 9 < size && !(data[at] == 0xFF && data[at + 1] == 0xC0); at++) continue;
+        for (int i = 5; i < 9 && at + 9 < size; i++)
+            if (draw(2)) data[at + (size_t)i] = i % 2 ? (uint8_t)draw(3) : (uint8_t)draw(256);
+        return size;
+    default:
+        for (uint32_t flips = 1 + draw(4); flips; flips--) data[draw((uint32_t)size)] ^= (uint8_t)(1 << draw(8));
+        return size;
+    }
+}
+
 int main(int num_arguments, char **arguments) {
+    enum { MAX_BYTES = 1 << 20, MAX_PIXELS = 1 << 20 };
+    static uint8_t data[MAX_BYTES], changed[2 * MAX_BYTES];
     Context *context = calloc(1, sizeof *context);
-    int count = num_arguments > 1 ? atoi(arguments[1]) : 0;
-    for (int i = 2; i < num_arguments; i++) {
+    if (num_arguments < 3) return 1;
+    state = strtoull(arguments[1], NULL, 10);
+    int count = atoi(arguments[2]);
+    for (int i = 3; i < num_arguments; i++) {
         FILE *stream = fopen(arguments[i], "rb");
         if (!stream) return 1;
-        static uint8_t data[1 << 20], changed[1 << 20];
         size_t size = fread(data, 1, sizeof data, stream);
         fclose(stream);
-        File file;
-        if (read_header(&file, context, data, size)) return 2;
-        look_at(context, data, size, file.width, file.height);
-        for (int number = 0; number < count; number++) {
-            size_t length = size;
+        for (int number = 0; number <= count; number++) {
             memcpy(changed, data, size);
-            for (uint32_t flips = 1 + draw(4); flips; flips--)
-                changed[draw((uint32_t)size)] ^= (uint8_t)(1 << draw(8));
-            if (draw(8) == 0) length = 4 + draw((uint32_t)size - 4);
-            look_at(context, changed, length, file.width, file.height);
+            size_t length = number ? mutate(changed, size) : size;
+            uint8_t *own = malloc(length);
+            memcpy(own, changed, length);
+            File said;
+            int is_told = !read_header(&said, context, own, length) && said.width && said.height &&
+                          said.width * (int64_t)said.height <= MAX_PIXELS;
+            look_at(context, own, length, is_told ? said.width : 64, is_told ? said.height : 64);
+            free(own);
         }
     }
     free(context);
