@@ -501,7 +501,9 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         self.where.check_unseen(decoded.identity.order, restored, decoded.full_batch)
         self._halt()
         Walk(restored, self._batching)  # refuses more samples than an epoch has
-        self._start = self._position = restored
+        self._start = restored
+        # Where the next iteration begins without set_epoch: a script loops from that epoch on.
+        self._position = restored.rolled(self._batching)
         self._epoch_is_set = False
         self._ledger.restore(restored)
 

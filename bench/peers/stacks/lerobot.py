@@ -14,7 +14,7 @@ from lerobot.datasets.utils import cycle
 from lerobot.utils.random_utils import load_rng_state, save_rng_state
 
 from fuelrail.bench.peers.stacks.rows import Rows
-from fuelrail.bench.peers.stacks.stack import Stack
+from fuelrail.bench.peers.stacks.stack import NotRun, Stack
 
 
 class LeRobotStack(Stack):
@@ -25,6 +25,8 @@ class LeRobotStack(Stack):
 
     def open(self) -> None:
         setup = self.setup
+        if setup.evaluation:
+            raise NotRun("lerobot-train evaluates in a simulation, and reads no rows there")
         accelerator = Accelerator(cpu=True)
         set_seed(3)
         if self.job.states:
