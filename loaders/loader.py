@@ -548,6 +548,8 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         if self._committed is not None:
             self._committed = restored
         self._continue_at(restored)
+        # Where the next iteration begins without set_epoch: a script loops from that epoch on.
+        self._position = restored.rolled(self._batching)
 
     def stats(self) -> LoaderStats:
         """Return the stages' clocks and the counts since the loader was made; empty before the

@@ -392,6 +392,18 @@ class TestState:
         loader.set_epoch(2)
         assert len(keys(loader)) == NUM_TRAIN
 
+    def test_a_state_after_the_last_batch_is_restored_as_the_next_epoch(self, tiny):
+        loader = load(tiny)
+        last = [loader.state_dict() for _ in loader][-1]
+        assert last["epoch"] == 0
+        resumed = load(tiny)
+        resumed.load_state_dict(last)
+        assert resumed.state_dict()["epoch"] == 1, "a script loops from this epoch on"
+        assert keys(resumed) == keys(loader)
+        resumed.load_state_dict(last)
+        resumed.set_epoch(0)
+        assert keys(resumed) == []
+
 
 class TestErrors:
     def test_unknown_split_and_decoder(self, tiny):

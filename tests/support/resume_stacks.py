@@ -49,6 +49,7 @@ class OwnRows(TorchSkip):
 
 CASES = [
     ("epoch start", TorchEpochs, "kill"),
+    ("epoch start", TorchEpochs, "last-step"),
     ("skip", TorchSkip, "kill"),
     ("skip", TorchSkip, "batch"),
     ("skip", TorchSkip, "keep"),

@@ -59,3 +59,8 @@ class LitdataStack(Stack):
         return litdata.StreamingDataLoader(
             rows, batch_size=setup.batch, num_workers=setup.workers, drop_last=setup.drop_last
         )
+
+    def restore(self) -> None:
+        super().restore()
+        # After an epoch's last batch it yields the rows of the next epoch.
+        self.job.epoch += not self.job.steps_left

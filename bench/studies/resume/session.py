@@ -251,7 +251,9 @@ def judge_history(
     without = f" (unbroken: {plain})" if plain else ""
     places = sorted(run.keys() & unbroken.keys())
     parted = next((place for place in places if run[place] != unbroken[place]), None)
-    if parted is None and max(run) == max(unbroken):
+    # A row too many comes after the places that both have.
+    is_complete = all(last_of(run, at) == last_of(unbroken, at) for at, _ in run.keys() | unbroken)
+    if parted is None and is_complete:
         said.append(f"as the unbroken run at each of {len(places)} steps")
         return Cell(f"exact{without}", said)
     if words:

@@ -24,6 +24,7 @@ def test_outcomes_are_those_that_the_stacks_were_made_for() -> None:
     said = json.loads(run.stdout)
     assert {name: entry[0] for name, entry in said.items()} == {
         "epoch start, kill": "repeats 96",
+        "epoch start, last-step": "repeats 288",
         "skip, kill": "exact",
         "skip, batch": "loses 96",
         "skip, keep": "exact",
