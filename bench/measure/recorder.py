@@ -541,7 +541,7 @@ def num_rows(batch: Any) -> int:
     if isinstance(batch, Mapping):
         batch = list(batch.values())
     for part in batch if isinstance(batch, tuple | list) else (batch,):
-        shape = getattr(part, "shape", ())
+        shape: tuple[int, ...] = getattr(part, "shape", ())
         if len(shape):
             return int(shape[0])
     return 0
