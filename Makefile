@@ -6,6 +6,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 FUELRAIL := $(BIN)/fuelrail
 DEMO ?= .demo
+# Makes the wheel for aarch64 where it is there (Debian packages gcc-aarch64-linux-gnu, libc6-dev-arm64-cross).
+CROSS ?= aarch64-linux-gnu-gcc
 # Without an NVIDIA GPU this build of torch comes first, so that no CUDA packages are pulled; with one, torch comes by range.
 CPU_TORCH ?= torch==2.13.0
 # The extra with DALI for the CUDA that the driver knows: 13 needs driver 580.
@@ -44,7 +46,7 @@ help:
 	@echo "make fix        apply what ruff can fix and format"
 	@echo "make types      mypy, strict"
 	@echo "make docs       the documentation as a site in build/site; a warning is an error"
-	@echo "make wheel      sdist, and a wheel with the native decoder (manylinux on x86-64), in dist/"
+	@echo "make wheel      sdist, and a wheels with the native decoder (manylinux), in dist/"
 	@echo "make bench      the micro-benchmarks of this repository, as ratios"
 	@echo "make pictures   make the pictures of docs/ again (needs chromium)"
 	@echo "make dali       also install NVIDIA DALI and NVML, for the driver here; tests of DALI run then (on the CPU)"
@@ -136,6 +138,8 @@ wheel: setup
 	$(BIN)/pip install -qq -c .ci/constraints.txt -e ".[release]"
 	rm -rf dist build/wheel
 	$(BIN)/python -m build --sdist --outdir dist .
+	# The decoder is compiled in place, so this machine's own comes last.
+	if command -v $(CROSS); then CC=$(CROSS) _PYTHON_HOST_PLATFORM=linux-aarch64 $(BIN)/python -m build --wheel --outdir build/wheel .; fi
 	$(BIN)/python -m build --wheel --outdir build/wheel .
 	.ci/repair-wheel build/wheel dist
 

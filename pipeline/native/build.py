@@ -7,9 +7,9 @@ that a build backend can load this file by its path. Needs GCC 12 or Clang 12, o
 from __future__ import annotations
 
 import os
-import platform
 import shutil
 import subprocess
+import sysconfig
 import tempfile
 import zlib
 from pathlib import Path
@@ -45,11 +45,11 @@ def build(folder: Path = FOLDER, flags: tuple[str, ...] | None = None) -> Path:
     if compiler is None:
         raise BuildError("no C compiler: install one (Debian package gcc)")
     if flags is None:
-        flags = _LEVELS.get(platform.machine())
+        # Of the Python that this is for: a cross build says so in _PYTHON_HOST_PLATFORM.
+        processor = sysconfig.get_platform().rpartition("-")[2]
+        flags = _LEVELS.get(processor)
         if flags is None:
-            raise BuildError(
-                f"there is no vector code for processors of kind {platform.machine()!r}"
-            )
+            raise BuildError(f"there is no vector code for processors of kind {processor!r}")
     library = folder / LIBRARY_NAME
     with tempfile.TemporaryDirectory(dir=folder, prefix=".build-") as scratch:
         new_library = Path(scratch) / LIBRARY_NAME
