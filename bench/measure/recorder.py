@@ -70,13 +70,14 @@ class _Mark(NamedTuple):
 
 class _CpuTimes(NamedTuple):
     """CPU time of this process, of its children, of all processes of the host, what the trainer's
-    thread stood in the queue for a CPU, and the time [ns].
+    thread and its living children stood in the queue for a CPU, and the time [ns].
     """
 
     process_ns: int
     workers_ns: int
     host_ns: int
     queued_ns: int
+    workers_queued_ns: int
     now_ns: int
 
 
@@ -395,6 +396,8 @@ class Recorder:
             details.workers_cpu_ns = max(0, now.workers_ns - before.workers_ns)
             details.host_cpu_ns = now.host_ns - before.host_ns
             details.trainer_queued_ns = now.queued_ns - before.queued_ns
+            queued_ns = now.workers_queued_ns - before.workers_queued_ns
+            details.workers_queued_ns = max(0, queued_ns)
             details.cpu_wall_ns = now.now_ns - before.now_ns
         step = _Step(
             marks=self._marks[: end + 1],
@@ -501,17 +504,20 @@ class Recorder:
     def _read_cpu(self) -> _CpuTimes:
         ended = resource.getrusage(resource.RUSAGE_CHILDREN)
         workers_s = ended.ru_utime + ended.ru_stime
+        workers_queued_ns = 0
         with contextlib.suppress(OSError):  # one that has just ended, or another system
             children = Path(f"/proc/self/task/{get_native_id()}/children").read_text()
             for child in children.split():
                 fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
                 workers_s += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+                workers_queued_ns += int(Path(f"/proc/{child}/schedstat").read_text().split()[1])
         host_s = (all_cpu_s() or 0.0) if self._has_host_cpu else 0.0
         return _CpuTimes(
             process_ns=time.process_time_ns(),
             workers_ns=round(workers_s * NS_PER_S),
             host_ns=round(host_s * NS_PER_S),
             queued_ns=self._read_queued(),
+            workers_queued_ns=workers_queued_ns,
             now_ns=time.monotonic_ns(),
         )
 
@@ -541,7 +547,7 @@ def num_rows(batch: Any) -> int:
     if isinstance(batch, Mapping):
         batch = list(batch.values())
     for part in batch if isinstance(batch, tuple | list) else (batch,):
-        shape: tuple[int, ...] = getattr(part, "shape", ())
-        if len(shape):
+        shape = getattr(part, "shape", None)
+        if isinstance(shape, tuple) and shape:
             return int(shape[0])
     return 0

@@ -79,8 +79,8 @@ class StepDetails(msgspec.Struct, kw_only=True, omit_defaults=True):
       these those before which all its workers had done their work;
     - ``process_cpu_ns``, ``workers_cpu_ns``, ``host_cpu_ns``: CPU time of the process, of its
       children, and of everything on the host, since the last record that has them (about a
-      second), which lasted ``cpu_wall_ns``; ``trainer_queued_ns``: what the trainer's thread stood
-      in the queue for a CPU in that time.
+      second), which lasted ``cpu_wall_ns``; ``trainer_queued_ns``, ``workers_queued_ns``: what the
+      trainer's thread and its children stood in the queue for a CPU in that time.
     """
 
     num_steps: int = 1
@@ -95,6 +95,7 @@ class StepDetails(msgspec.Struct, kw_only=True, omit_defaults=True):
     workers_cpu_ns: int = 0
     host_cpu_ns: int = 0
     trainer_queued_ns: int = 0
+    workers_queued_ns: int = 0
     cpu_wall_ns: int = 0
 
 

@@ -81,7 +81,7 @@ class Model(nn.Module):
         if self.cause == "slow-rank" and self.rank == 1:
             time.sleep(LOST_S)
         if self.cause == "uneven-batches" and self.calls % 2 == self.rank:
-            time.sleep(LOST_S)
+            time.sleep(2 * LOST_S)
         return Backward.apply(self.layers(x))
 
 

@@ -269,7 +269,8 @@ def _explain_loader(
         computing = sum(entry.data_cpu_ns for entry in details) / max(1, waited_ns)
     elif counted_ns:
         used_ns = sum(entry.workers_cpu_ns for entry in details)
-        computing = used_ns / counted_ns / num_workers
+        queued_ns = sum(entry.workers_queued_ns for entry in details)
+        computing = used_ns / max(1, counted_ns * num_workers - queued_ns)
     host_cpus = sum(entry.host_cpu_ns for entry in details) / max(1, counted_ns)
     if computing is not None and computing > _COMPUTES:
         advice = "Give the loader more workers, or cheaper transforms (smaller images, resizing "

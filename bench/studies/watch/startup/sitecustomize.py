@@ -59,6 +59,7 @@ def _run_other() -> None:
         spec.loader.exec_module(module)
 
 
-if os.environ.get("FUELRAIL_WATCH"):
-    sys.meta_path.insert(0, _AfterTorch())
-_run_other()
+if __name__ == "sitecustomize":
+    if os.environ.get("FUELRAIL_WATCH"):
+        sys.meta_path.insert(0, _AfterTorch())
+    _run_other()
