@@ -14,6 +14,7 @@ from fuelrail import Balance, Cost, OrderSpec, World
 from fuelrail.pipeline.errors import ConfigError, OrderError, WorldError
 from support.batches import copied, load, unlike
 from support.elastic_histories import Histories
+from support.ranks import TESTS, run_ranks
 from support.transforms import everything
 
 G = 12
@@ -132,7 +133,7 @@ def test_steps_go_on_as_they_would_have(root, kind):
     job.close()
 
 
-def test_histories_of_samplers_are_exact():
+def test_random_histories_of_samplers_are_exact():
     run_state_machine_as_test(
         Histories,
         settings=settings(
@@ -234,3 +235,10 @@ def test_what_reshape_cannot_keep_is_refused_by_name(root, monkeypatch):
     next(iter(drawn))
     with pytest.raises(OrderError, match="position is not known"):
         drawn.reshape(World(0, 5))
+
+
+@pytest.mark.process
+def test_weighted_gradients_of_uneven_ranks_average_to_the_global_batchs():
+    weighted, plain = map(float, run_ranks(3, TESTS / "support" / "weighted_ranks.py").split())
+    assert weighted < 1e-12
+    assert plain > 1e-3, "without the weights the average is another one"

@@ -633,8 +633,8 @@ class Pairs:
             "needs entries",
         ),
         (
-            lambda: BatchSampler(9, global_batch=3, world=World(0, 2)),
-            "over 2 ranks",
+            lambda: BatchSampler(9, global_batch=3, world=World(0, 4)),
+            "no row for some of 4 ranks",
         ),
         (lambda: BatchSampler(9, global_batch=3)[-1], "counted from 0"),
     ],
