@@ -100,14 +100,13 @@ class DatasetRows:
         first = 0 if self._is_whole else row - row % ROWS_PER_BATCH
         end = len(index) if self._is_whole else min(first + ROWS_PER_BATCH, len(index))
         numbers = self._clip_numbers(first, end)
-        rows = first + np.flatnonzero(numbers == numbers[row - first])
-        frames = [index.row(each).frame for each in rows.tolist()]
-        rows = rows[np.argsort(frames, kind="stable")]
-        start = max(int(np.flatnonzero(rows == row)[0]) - _MOST // 2, 0)
+        rows = np.flatnonzero(numbers == numbers[row - first])
+        rows = rows[np.argsort(index.column("frame", first, end)[rows], kind="stable")]
+        start = max(int(np.flatnonzero(rows == row - first)[0]) - _MOST // 2, 0)
         shown = rows[start : start + _MOST]
-        times_ns = np.array([index.row(each).timestamp_ns for each in shown.tolist()])
+        times_ns = index.column("timestamp_ns", first, end)[shown]
         is_cut = len(shown) < len(rows) or not self._is_whole
-        return {"rows": shown, "seconds": (times_ns - times_ns[0]) / 1e9, "is_cut": is_cut}
+        return {"rows": first + shown, "seconds": (times_ns - times_ns[0]) / 1e9, "is_cut": is_cut}
 
     def step_of_order(
         self, name: str, split: str, epoch: int, step: int, global_batch: int

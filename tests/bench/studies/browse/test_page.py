@@ -28,6 +28,7 @@ IS_SHOWN = """
 document.querySelectorAll('#cameras .picture img').length > 0
 && [...document.querySelectorAll('#cameras img')].every((image) => image.complete && image.naturalWidth)
 && document.querySelectorAll('.tile').length > 0
+&& document.querySelector('#when').textContent !== ''
 """
 # The ends of each line that is drawn on a camera, in pixels of its image whose centres are whole numbers.
 LINES = """
