@@ -597,7 +597,7 @@ class TestBuild:
     def test_the_repaired_wheel_is_for_manylinux_and_its_decoder_loads(
         self, wheel: Path, tmp_path: Path
     ) -> None:
-        """The wheel of `make wheel` is tagged for old systems, stripped, and the native decoder is still taken."""
+        """The wheel of `make wheel` is tagged for old systems, and the native decoder is still taken."""
         pytest.importorskip("auditwheel", reason="the extra release is not installed here")
         if not wheel.name.endswith("-linux_x86_64.whl"):
             pytest.skip("the native decoder was not built for x86-64 here")
