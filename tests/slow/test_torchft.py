@@ -24,6 +24,7 @@ NUM_STEPS = 36
 GLOBAL_BATCH = 6
 
 
+@pytest.mark.process
 def test_a_killed_replica_takes_no_row_with_it(tiny_dataset, tmp_path):
     root = tiny_dataset({"train": (15, 12)}).root
     lighthouse = coordination.LighthouseServer(
