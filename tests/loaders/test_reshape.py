@@ -145,6 +145,24 @@ def test_random_histories_of_samplers_are_exact():
     )
 
 
+def test_a_sampler_reshaped_at_an_epochs_end_ends_its_iteration():
+    sampler = fr.order.BatchSampler(24, OrderSpec(seed=1), global_batch=12, world=World())
+    batches = iter(sampler.count())
+    next(batches)
+    last = next(batches)
+    sampler.reshape(World(1, 2))
+    assert next(batches, None) is None
+    batches = iter(sampler.count())
+    assert next(batches) == sampler[2], "the next epoch is the next iteration's"
+    sampler.reshape(World(0, 1))
+    sampler.load_state_dict(sampler.state_dict())
+    batches = iter(sampler.count())
+    sampler.commit()
+    assert next(batches) == sampler[3]
+    sampler.rollback()
+    assert next(batches) == sampler[3] != last
+
+
 def test_a_loader_that_never_commits_goes_on_from_where_it_is(root):
     with load(root, G, seed=5) as alone:
         expected = [copied(batch) for batch in alone]
