@@ -17,10 +17,12 @@ import pytest
 from fuelrail.bench.measure.rates import ratio_interval
 from fuelrail.bench.micro.rate import CASES
 from fuelrail.bench.micro.writers import COMMAND, RESTART_COMMAND
+from fuelrail.bench.report.files import load_report_of
 from fuelrail.bench.report.page import markdown_table, table_of
 from fuelrail.bench.studies.compare.page import HEADER, rows
 from fuelrail.bench.studies.compare.report import load_compare_report
 from fuelrail.bench.studies.diff import load_comparable
+from fuelrail.bench.studies.resume.session import SCHEMA, VERSION, ResumeReport
 from support.bench_runs import RESULTS
 
 if TYPE_CHECKING:
@@ -376,11 +378,27 @@ def video_of_logs() -> Iterator[str]:
     assert all(codec["num_frames"] == 3 * codec["num_kept"] for codec in codecs.values())
 
 
+def resumed() -> Iterator[str]:
+    report = load_report_of(RESULTS / "resume.json", ResumeReport, SCHEMA, VERSION)
+    assert report.machine.uncommitted_changes is False
+    yield report.as_text()
+    exact = [
+        stack.name
+        for stack in report.stacks
+        if {cell.outcome for cell in stack.cells.values()} <= {"exact", "not run"}
+    ]
+    yield (
+        f"Of {len(report.stacks)} recipes {len(exact)} are exact in each history that was run: "
+        f"{', '.join(exact[:-1])} and {exact[-1]}."
+    )
+    yield f"each of {len(report.histories)} histories {report.times} times"
+
+
 CLAIMS = {
     "docs/loader.md": shared_batches,
     "docs/sources.md": video_of_logs,
     "README.md": readme,
-    "bench/RESULTS.md": lambda: chain(compared(), scaled(), sharded(), stored_logits()),
+    "bench/RESULTS.md": lambda: chain(compared(), scaled(), sharded(), stored_logits(), resumed()),
     "docs/sharding.md": sharding_page,
     "docs/guides/your-dataset.md": your_dataset,
     "configs/recipes/README.md": recipes,
@@ -405,6 +423,9 @@ CONDITIONS = {
         "10,000 draws",
         "250 steps",
         "pull request 5019",
+        "288 rows in 24 shards, 12 rows a step over 2 or 4 ranks: 24 steps an epoch, two epochs",
+        "Python 3.11",
+        "Python 3.12",
     ],
     "docs/sharding.md": ["1600x900"],
     "docs/sources.md": ["from 1080p at 30 Hz to JPEGs of 576x320 at 10 Hz"],
