@@ -58,8 +58,9 @@ def label(sample):
     return int(sample["__key__"].rpartition("/")[2]), int(sample["cls"])
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_windows_of_tars_continue_on_other_ranks(folder, method):
+@pytest.mark.process
+@pytest.mark.slow
+def test_windows_of_tars_continue_on_other_ranks(folder):
     rows = TarRows(folder, transform=label)
     order = fr.OrderSpec(kind="windowed", window=2, seed=7)
 
@@ -68,9 +69,7 @@ def test_windows_of_tars_continue_on_other_ranks(folder, method):
             len(rows), order, blocks=rows.blocks, global_batch=12, world=fr.World(rank, num_ranks)
         )
         loader = sampler.count(
-            torch.utils.data.DataLoader(
-                rows, batch_sampler=sampler, num_workers=1, multiprocessing_context=method
-            )
+            torch.utils.data.DataLoader(rows, batch_sampler=sampler, num_workers=1)
         )
         if state:
             loader.load_state_dict(state)
