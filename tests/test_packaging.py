@@ -192,6 +192,7 @@ class TestImports:
         brought_by["lightning"] = "lightning"
         brought_by |= {name: name for name in ("accelerate", "lerobot", "litdata", "torchtitan")}
         brought_by |= {"megatron": "megatron-energon", "streaming": "mosaicml-streaming"}
+        brought_by["tyro"] = "torchtitan"
         providers = packages_distributions()
         for file, names in imported_by().items():
             for top in (

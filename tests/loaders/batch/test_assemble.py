@@ -146,6 +146,7 @@ def test_names_shapes_and_dtypes_are_those_of_the_table() -> None:
         "dataset",
         "seed",
         "view",
+        "weight",
     }
     pack_entries = {
         "pack",
