@@ -31,7 +31,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"planning"},
         {"output"},
         {"write"},
-        {"engines", "progress", "verify"},
+        {"engines", "progress", "tar_rows", "verify"},
         {"run"},
         {"append"},
         {"traces"},
@@ -156,6 +156,7 @@ def test_a_name_is_that_of_one_public_class_of_a_hall(hall: str) -> None:
                 file.parts[0] == hall
                 and isinstance(node, ast.ClassDef)
                 and not node.name.startswith("_")
+                and node.name != "Config"  # torchtitan's name for the options of a loader
             ):
                 files_by_name[node.name].append(str(file))
     duplicates = {name: files for name, files in files_by_name.items() if len(files) > 1}

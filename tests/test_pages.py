@@ -27,7 +27,7 @@ PAGES = sorted(
 MAX_README_WORDS = 650
 MAX_CODE_COLUMNS = 88
 MAX_PICTURE_BYTES = 400_000
-MAX_ENTRIES = 16  # of a folder of docs: a page for each subject
+MAX_ENTRIES = 18  # of a folder of docs: a page for each subject
 
 # A file or folder of this repository: with a known suffix, or with a slash at its end.
 PATH = re.compile(r"`((?:[\w.-]+/)*[\w.-]+\.(?:py|md|yaml|toml|txt|css|c)|(?:[\w.-]+/)+)`")

@@ -172,7 +172,7 @@ def test_a_fuelrail_dataset_continues_on_another_degree(build_once):
 
 
 def test_the_page_loads_batches_of_torchtitan():
-    names = follow(ROOT / "docs" / "guides" / "torchtitan.md", "What you change", "Packs")
+    names = follow(ROOT / "docs" / "torchtitan.md", "What you change", "Packs")
 
     class Tokenizer:
         def encode(self, text, **_):

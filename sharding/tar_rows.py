@@ -38,7 +38,7 @@ class TarRows:
     Samples are in the order of the tars' names. One range of one tar is read for each item.
 
     The headers of all tars are read here, once, in up to 0.1 ms a member. The object can be
-    pickled, to keep them; each process opens the tars itself.
+    sent to other processes, each of which opens the tars itself.
 
     Raises SourceError for a tar that is damaged, cut off, compressed, or goes on behind its end
     (``ignore_zeros`` reads on there), for a key that comes again, and, from an item, where a tar

@@ -12,7 +12,7 @@ import torch
 
 import fuelrail as fr
 from fuelrail.pipeline.errors import SourceError
-from fuelrail.sharding.sources.tar_rows import TarRows
+from fuelrail.sharding.tar_rows import TarRows
 
 SIZES = {"a.tar": 40, "b.tar": 60, "c.tar": 50}
 
