@@ -108,6 +108,14 @@ def restart_over(peer: str | None) -> str:
     return f"{interval.median:.2f}|{interval.low:.2f} to {interval.high:.2f}"
 
 
+DECODED = (
+    ("torch's DataLoader, loose files", "loose:sjfast", "loose:native"),
+    ("webdataset", "wds:sjfast", "wds:native"),
+    ("Grain, threads", "grain:thr-sjfast", "grain:thr-native"),
+    ("SPDL, threads", "spdl:sjfast", "spdl:native"),
+)
+
+
 def readme() -> Iterator[str]:
     rates, times, _ = loaders()
     named = [
@@ -187,6 +195,41 @@ def compared() -> Iterator[str]:
     )
     yield f"its host kept back {stolen:.2f} CPUs at most"
     yield f"{report.created}, {report.num_rounds} rounds"
+
+
+def decoded() -> Iterator[str]:
+    """Loaders with our decoder over themselves with simplejpeg's, round by round, as shares of the reference."""
+    shares = {
+        f"{contestant['peer']}:{contestant['recipe']}": {
+            run["round"]: run["images_per_s"] / run["reference_images_per_s"]
+            for run in contestant["runs"]
+            if run["reference_images_per_s"]
+        }
+        for contestant in result("compare_decode")["contestants"]
+    }
+    rates = {
+        f"{contestant['peer']}:{contestant['recipe']}": contestant["figures"]["images_per_s"][
+            "median"
+        ]
+        for contestant in result("compare_decode")["contestants"]
+    }
+    table = []
+    for words, other, ours in DECODED:
+        interval = ratio_interval(
+            [shares[ours][number] / shares[other][number] for number in sorted(shares[ours])]
+        )
+        table.append(
+            [
+                words,
+                f"{rates[other]:.0f}",
+                f"{rates[ours]:.0f}",
+                f"{interval.median:.2f}",
+                f"{interval.low:.2f} to {interval.high:.2f}",
+            ]
+        )
+    header = ["loader", "simplejpeg", "fr.decode_jpeg", "ratio", "95 % interval"]
+    yield markdown_table(header, table)
+    yield f"{result('compare_decode')['num_rounds']} rounds in turns"
 
 
 def scaled() -> Iterator[str]:
@@ -398,7 +441,9 @@ CLAIMS = {
     "docs/loader.md": shared_batches,
     "docs/sources.md": video_of_logs,
     "README.md": readme,
-    "bench/RESULTS.md": lambda: chain(compared(), scaled(), sharded(), stored_logits(), resumed()),
+    "bench/RESULTS.md": lambda: chain(
+        compared(), decoded(), scaled(), sharded(), stored_logits(), resumed()
+    ),
     "docs/sharding.md": sharding_page,
     "docs/guides/your-dataset.md": your_dataset,
     "configs/recipes/README.md": recipes,
