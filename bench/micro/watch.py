@@ -36,14 +36,14 @@ def main() -> None:
     torch.set_num_threads(1)
     model = nn.Sequential(nn.Linear(8, 8), *(nn.Identity() for _ in range(NUM_MODULES)))
     batches = [torch.ones(4, 8)] * STEPS
-    for given in (model, None):
+    for watched_model in (model, None):
         plain_us = measure_step_us(None, model, batches)
         with tempfile.TemporaryDirectory() as folder:
-            watch = fr.watch(batches, model=given, out=Path(folder))
+            watch = fr.watch(batches, model=watched_model, out=Path(folder))
             watched_us = measure_step_us(watch, model, batches)
             watch.finish()
         added_us = watched_us - plain_us
-        name = "model given" if given is not None else "model found"
+        name = "model given" if watched_model is not None else "model found"
         print(f"{name}: {added_us:.0f} us a step, {added_us / STEP_MS / 10:.2f} % of {STEP_MS} ms")  # noqa: T201
 
 

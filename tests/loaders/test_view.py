@@ -17,6 +17,7 @@ import fuelrail
 from fuelrail.__main__ import main
 from fuelrail.pipeline.channels.table import Channel, Law
 from fuelrail.pipeline.format.dataset import open_dataset
+from support.browsing import drawn_channels
 from support.edits import reseal, rewrite
 
 
@@ -124,62 +125,11 @@ class TestCommand:
         assert "Traceback" not in done.stderr
 
 
-IMAGE_OF = {"frame": "image:cam_front", "dtype": "float32"}
-DRAWN = [
-    {
-        "name": "depth",
-        "kind": "array",
-        "field": "depth.npy",
-        "axes": ["height", "width"],
-        "shape": [64, 96],
-        "law": {"name": "image", "camera": "cam_front", "fill": -1.0},
-        **IMAGE_OF,
-    },
-    {
-        "name": "marks",
-        "kind": "points",
-        "field": "marks.npy",
-        "axes": ["row", "column"],
-        "shape": [None, 6],
-        "columns": ["left", "top", "right", "bottom", "u", "v"],
-        "units": ["px"] * 6,
-        "law": {
-            "name": "image_points",
-            "camera": "cam_front",
-            "roles": {
-                "boxes": [["left", "top", "right", "bottom"]],
-                "points": [["u", "v"]],
-            },
-        },
-        **IMAGE_OF,
-    },
-    {
-        "name": "caption",
-        "kind": "text",
-        "field": "caption.txt",
-        "law": {"name": "fixed"},
-    },
-    {
-        "name": "words",
-        "kind": "texts",
-        "field": "words.json",
-        "law": {"name": "fixed"},
-    },
-    {
-        "name": "loss",
-        "kind": "array",
-        "field": "loss.npy",
-        "dtype": "float32",
-        "law": {"name": "fixed"},
-    },
-]
-
-
 def test_layers_are_drawn_where_they_lie(root, tmp_path, capsys):
     depth = np.full((64, 96), -1.0, np.float32)
     depth[40:50, 20:30] = 7.0
     marks = np.array([[60, 30, 80, 50, 10, 40]], np.float32)
-    with fuelrail.LayerWriter(root, tmp_path / "seen", channels=DRAWN) as writer:
+    with fuelrail.LayerWriter(root, tmp_path / "seen", channels=drawn_channels(64, 96)) as writer:
         for row in range(5):
             values = {
                 "depth": depth,

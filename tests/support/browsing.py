@@ -18,17 +18,20 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _IMAGE_OF = {"frame": "image:cam_front", "dtype": "float32"}
-_LAYER = [
-    {
+
+
+def drawn_channels(height: int, width: int) -> list[dict[str, Any]]:
+    """The channels of a layer over images of this size: a raster, boxes and points, texts, a number."""
+    depth = {
         "name": "depth",
         "kind": "array",
         "field": "depth.npy",
         "axes": ["height", "width"],
-        "shape": [48, 64],
+        "shape": [height, width],
         "law": {"name": "image", "camera": "cam_front", "fill": -1.0},
         **_IMAGE_OF,
-    },
-    {
+    }
+    marks = {
         "name": "marks",
         "kind": "points",
         "field": "marks.npy",
@@ -45,21 +48,15 @@ _LAYER = [
             },
         },
         **_IMAGE_OF,
-    },
-    {
-        "name": "caption",
-        "kind": "text",
-        "field": "caption.txt",
-        "law": {"name": "fixed"},
-    },
-    {
-        "name": "loss",
-        "kind": "array",
-        "field": "loss.npy",
-        "dtype": "float32",
-        "law": {"name": "fixed"},
-    },
-]
+    }
+    fixed = {"law": {"name": "fixed"}}
+    return [
+        depth,
+        marks,
+        {"name": "caption", "kind": "text", "field": "caption.txt", **fixed},
+        {"name": "words", "kind": "texts", "field": "words.json", **fixed},
+        {"name": "loss", "kind": "array", "field": "loss.npy", "dtype": "float32", **fixed},
+    ]
 
 
 def drawn_layer(base: Path, out: Path) -> Path:
@@ -67,10 +64,11 @@ def drawn_layer(base: Path, out: Path) -> Path:
     depth = np.full((48, 64), -1.0, np.float32)
     depth[20:30, 20:30] = 7.0
     marks = np.array([[30, 20, 50, 40, 10, 30]], np.float32)
-    with fr.LayerWriter(base, out, channels=_LAYER) as writer:
+    with fr.LayerWriter(base, out, channels=drawn_channels(48, 64)) as writer:
         for row in range(5):
             values = {"depth": depth, "marks": marks, "caption": f"row {row}"}
-            writer.write(row, values | {"loss": np.float32(row)})
+            words = ["a", f"row {row}"]
+            writer.write(row, values | {"words": words, "loss": np.float32(row)})
     writer.finish(partial=True)
     return out
 

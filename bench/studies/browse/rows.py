@@ -103,10 +103,10 @@ class DatasetRows:
         rows = np.flatnonzero(numbers == numbers[row - first])
         rows = rows[np.argsort(index.column("frame", first, end)[rows], kind="stable")]
         start = max(int(np.flatnonzero(rows == row - first)[0]) - _MOST // 2, 0)
-        shown = rows[start : start + _MOST]
-        times_ns = index.column("timestamp_ns", first, end)[shown]
-        is_cut = len(shown) < len(rows) or not self._is_whole
-        return {"rows": first + shown, "seconds": (times_ns - times_ns[0]) / 1e9, "is_cut": is_cut}
+        frames = rows[start : start + _MOST]
+        times_ns = index.column("timestamp_ns", first, end)[frames]
+        is_cut = len(frames) < len(rows) or not self._is_whole
+        return {"rows": first + frames, "seconds": (times_ns - times_ns[0]) / 1e9, "is_cut": is_cut}
 
     def step_of_order(
         self, name: str, split: str, epoch: int, step: int, global_batch: int
@@ -157,13 +157,11 @@ class DatasetRows:
         """Return the attributes of a sample, those of a layer as ``layer.name``."""
         values: dict[str, Any] = {}
         key = self.dataset.index.row(row).key
-        found = {layer.name: layer.find(row, key) for layer in self.layers}
         places = [("", self.dataset, row)]
-        places += [
-            (f"{layer.name}.", layer.data, place[0])
-            for layer in self.layers
-            if (place := found[layer.name]) is not None
-        ]
+        for layer in self.layers:
+            place = layer.find(row, key)
+            if place is not None:
+                places.append((f"{layer.name}.", layer.data, place[0]))
         for prefix, data, number in places:
             file = data.attributes_file()
             columns = file.schema(len(data)).names if file.exists else []

@@ -81,11 +81,11 @@ class DatasetSamples:
         place = _place(self.dataset, self.dataset.index.row(row))
         try:
             sample = self.sample(row)
-            layers = {
-                layer.name: _place(layer.data, found[1])
-                for layer in self.layers
-                if (found := layer.find(row, sample.key)) is not None
-            }
+            layers = {}
+            for layer in self.layers:
+                entry = layer.find(row, sample.key)
+                if entry is not None:
+                    layers[layer.name] = _place(layer.data, entry[1])
         except FuelrailError as error:
             return {"place": place, "error": str(error)}
         geometry = sample.geometry
@@ -221,8 +221,8 @@ class DatasetSamples:
                 faults[channel.name] = str(error)
         for layer in self.layers:
             try:
-                found = layer.find(row, sample.key)
-                parts = {} if found is None else layer.data.read(found[0])
+                place = layer.find(row, sample.key)
+                parts = {} if place is None else layer.data.read(place[0])
             except FuelrailError as error:
                 faults[layer.name] = str(error)
                 continue
@@ -279,8 +279,8 @@ def _lines(
     """
     if not np.isfinite(ego2img).all():
         return []
-    seen = drawing.project_boxes(corners, ego2img, int(size.max()))
-    return [(box, lines.reshape(-1, 4).round(3)) for box, lines in seen]
+    outlines = drawing.project_boxes(corners, ego2img, int(size.max()))
+    return [(box, lines.reshape(-1, 4).round(3)) for box, lines in outlines]
 
 
 def _drawn(channel: Channel, value: Any, width_px: int) -> dict[str, Any]:
@@ -307,6 +307,6 @@ def _value_in_words(channel: Channel, value: Any) -> str:
     for name, part in (value if isinstance(value, dict) else {"": value}).items():
         array = np.asarray(part)
         if array.dtype.kind in "biuf" and array.size > 8 and channel.kind != "image":
-            shown = np.array2string(array, threshold=24, edgeitems=2, precision=4)
-            text += f"\n{name} {shown}"
+            numbers = np.array2string(array, threshold=24, edgeitems=2, precision=4)
+            text += f"\n{name} {numbers}"
     return text

@@ -163,10 +163,10 @@ class Browser:
             return _refuse(403, "this is not the address of the server")
         try:
             url = urlsplit(target)
-            given = dict(parse_qsl(url.query, keep_blank_values=True, max_num_fields=20))
+            fields = dict(parse_qsl(url.query, keep_blank_values=True, max_num_fields=20))
         except ValueError:
             return _refuse(400, "the address cannot be read")
-        if url.path == "/" and self._is_token(given.get("token", "")):
+        if url.path == "/" and self._is_token(fields.get("token", "")):
             cookie = f"{self._cookie}={self._token}; Path=/; HttpOnly; SameSite=Strict"
             return Answer(303, "text/plain", b"", {"Set-Cookie": cookie, "Location": "/"})
         pairs = dict(part.strip().partition("=")[::2] for part in cookies.split(";"))
@@ -180,7 +180,7 @@ class Browser:
         if url.path not in self._calls:
             return _refuse(404, "there is no such page")
         try:
-            query = msgspec.convert(given, Query, strict=False)
+            query = msgspec.convert(fields, Query, strict=False)
             if query.row >= max(len(self._rows.dataset), 1):
                 return _refuse(404, f"no row {query.row}: it has {len(self._rows.dataset)} samples")
             found = self._calls[url.path](query)

@@ -168,13 +168,13 @@ def reports_of(folder: Path, setup: Setup, reference: Path) -> list[WitnessRepor
     It is compared with the unbroken run where datasets are mixed, and where rows that fill no batch
     would be counted among those that a resume repeats or loses.
     """
-    whole = {records[0].epoch: records for records in read_records(reference / "records")}
+    epochs = {records[0].epoch: records for records in read_records(reference / "records")}
     is_whole = setup.rows % setup.global_batch == 0
     tail = "exact" if is_whole else "drop" if setup.drop_last else "pad"
     rules = Rules(expected=expect(setup.rows, "integer"), tail=tail)  # type: ignore[arg-type]
     reports = []
     for records in read_records(folder / "records"):
-        unbroken = Expected(merge_epochs(whole[records[0].epoch]))
+        unbroken = Expected(merge_epochs(epochs[records[0].epoch]))
         report = judge(records, rules)
         if setup.is_mixed or (report.faults and not is_whole):
             report = judge(records, Rules(expected=unbroken, tail="exact"))
@@ -232,7 +232,7 @@ def wording(
 def judge_history(
     history: History,
     parts: Sequence[Sequence[RankPart]],
-    whole: Sequence[Sequence[RankPart]],
+    unbroken_parts: Sequence[Sequence[RankPart]],
     *,
     folder: Path,
     reference: Path,
@@ -245,7 +245,7 @@ def judge_history(
         return Cell(str(part.outcome), [f"{place}: {part.error}"])
     setup = history.acts[0].setup
     run = counted_rows(parts)
-    unbroken = counted_rows(whole)
+    unbroken = counted_rows(unbroken_parts)
     words, said = wording(folder, setup, reference, run, unbroken)
     plain, _ = wording(reference, setup, reference, unbroken, unbroken)
     without = f" (unbroken: {plain})" if plain else ""
@@ -277,27 +277,27 @@ def run_stack(name: str, kind: type[Stack], histories: Sequence[str], times: int
             setup = history.acts[0].setup
             if setup not in references:
                 unbroken = folder / f"reference{len(references)}"
-                whole = run_history(
+                unbroken_parts = run_history(
                     kind,
                     History("", [Act(setup=setup)]),
                     data=stored(kind, setup, folder, unbroken),
                     folder=unbroken,
                 )
-                references[setup] = (unbroken, whole)
-            unbroken, whole = references[setup]
+                references[setup] = (unbroken, unbroken_parts)
+            unbroken, unbroken_parts = references[setup]
             outcomes = []
             for time in range(times):
                 run = folder / f"{word}-{time}"
-                parts = whole
-                if all(part.outcome is None for part in whole[0]):
+                parts = unbroken_parts
+                if all(part.outcome is None for part in unbroken_parts[0]):
                     parts = run_history(
                         kind, history, data=stored(kind, setup, folder, run), folder=run
                     )
                 outcomes.append(
-                    judge_history(history, parts, whole, folder=run, reference=unbroken)
+                    judge_history(history, parts, unbroken_parts, folder=run, reference=unbroken)
                 )
-            seen = dict.fromkeys(cell.outcome for cell in outcomes)
-            cells[word] = Cell(" or ".join(seen), outcomes[0].said)
+            names = dict.fromkeys(cell.outcome for cell in outcomes)
+            cells[word] = Cell(" or ".join(names), outcomes[0].said)
             sys.stderr.write(f"{name}, {word}: {cells[word].outcome}\n")
     versions = package_versions(kind.packages)
     return StackResult(name=name, way=kind.way, versions=versions, cells=cells)
@@ -353,8 +353,8 @@ def bench_resume(options: ResumeOptions) -> ResumeReport:
         past = earlier.get(name)
         if past is not None and past.left_out is None:
             cells = {**past.cells, **result.cells}
-            whole = past if result.left_out is not None else result
-            result = msgspec.structs.replace(whole, cells=cells)
+            newest = past if result.left_out is not None else result
+            result = msgspec.structs.replace(newest, cells=cells)
         earlier[name] = result
         stacks = [earlier[word] for word in STACKS if word in earlier]
         report = msgspec.structs.replace(report, stacks=stacks)

@@ -1,7 +1,7 @@
 """What holds the accelerators up, from the records of all ranks. Pure.
 
 Ranks leave a collective together, so its duration says how long before that moment each one came:
-no clocks are compared. The last one to come waited least. What the others waited longer is charged
+no clocks are compared. The last one to come waited threshold. What the others waited longer is charged
 to it, and to the phase in which it took most longer than they.
 """
 
@@ -136,28 +136,28 @@ def find_causes(
         is_computing = part in BUSY
         is_one &= not is_computing or late_steps(every)[row] >= MOSTLY
         shares = _share(np.where(chosen, late.costs, 0.0), wall)
-        least = _CONTENDED if is_computing and is_loaded else _NOTABLE
+        threshold = _CONTENDED if is_computing and is_loaded else _NOTABLE
         others = [steps for number, steps in ranks.items() if number != numbers[row]]
         if part == "data_wait" and is_one and num_workers and not _has_stock(others):
             # Of ranks that starve alike, one gets its batch last every time, while those of the
             # others are made when they come out of the collective.
             lost["data_wait"] += np.where(chosen, late.costs - late.excess, 0.0)
-        elif shares[1] > (least if is_one else ordinary):
+        elif shares[1] > (threshold if is_one else ordinary):
             for name in _LOST:
                 is_part = chosen & (late.parts == PARTS.index(name))
                 lost[name] = lost[name] - np.where(is_part, late.excess, 0.0)
-            own = _explain_loader([every[row]], num_workers, num_cpus) if is_one else loader
+            reason = _explain_loader([every[row]], num_workers, num_cpus) if is_one else loader
             number = numbers[row] if is_one else None
             is_queued = _queued_share(every[row]) > _QUEUED
             findings.append(
-                _late_finding(number, part=part, shares=shares, loader=own, is_queued=is_queued)
+                _late_finding(number, part=part, shares=shares, loader=reason, is_queued=is_queued)
             )
     for part, times in lost.items():
         shares = _share(times, wall)
         # What comes now and then is in few steps, and yet no chance.
         is_event = part in _EVENTS and np.count_nonzero(times) >= _MIN_EVENTS
-        least = ordinary if part == "all_reduce" else _NOTABLE
-        if shares[0 if is_event else 1] > least:
+        threshold = ordinary if part == "all_reduce" else _NOTABLE
+        if shares[0 if is_event else 1] > threshold:
             reason = loader if part == "data_wait" else _REASONS[part]
             text = f"{_SUBJECTS[part]} up: {_in_words(shares)}. {reason.text}".strip()
             findings.append(_finding(reason, part, shares, text=text))
@@ -197,15 +197,15 @@ def late_steps(ranks: Sequence[Sequence[StepRecord]]) -> list[float]:
 def _find_late(parts: NDArray[np.float64]) -> _Late:
     waits = parts[:, :, _COLLECTIVE]
     last = waits.argmin(axis=0)
-    own = parts[:, :, :_COLLECTIVE].copy()
+    durations = parts[:, :, :_COLLECTIVE].copy()
     # The optimiser comes after the collectives: it makes a rank late to those of the next step.
     update = PARTS.index("optimiser")
-    own[:, 1:, update] = own[:, :-1, update]
-    beyond = np.zeros(own.shape[1:])
+    durations[:, 1:, update] = durations[:, :-1, update]
+    beyond = np.zeros(durations.shape[1:])
     for rank in np.unique(last):
         steps = last == rank
-        others = np.delete(own[:, steps], rank, axis=0)
-        beyond[steps] = own[rank, steps] - np.median(others, axis=0)
+        others = np.delete(durations[:, steps], rank, axis=0)
+        beyond[steps] = durations[rank, steps] - np.median(others, axis=0)
     most = beyond.argmax(axis=1)
     is_lost = np.isin(most, [PARTS.index(name) for name in _LOST])
     excess = np.where(is_lost, np.maximum(0.0, beyond.max(axis=1)), 0.0) / len(parts)
@@ -237,7 +237,7 @@ def _late_finding(
         reason = loader if part == "data_wait" else reason
     text += f"{_in_words(shares)}. {reason.text}"
     if part in BUSY and rank is not None and is_queued:
-        text += "Its thread stands in the queue for a CPU."
+        text = f"{text.strip()} Its thread stands in the queue for a CPU."
     return _finding(reason, part, shares, text=text.strip(), rank=rank)
 
 

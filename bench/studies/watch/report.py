@@ -87,13 +87,13 @@ class WatchReport(ReportHead, frozen=True, kw_only=True):
             f"{counted(self.window.num_measured_steps, 'step')} on "
             f"{counted(self.num_ranks, 'rank')}, {self.step_time.mean_ms:.1f} ms each"
         )
-        shown = [part for part in PARTS if any(rank.shares[part] >= 5e-4 for rank in self.ranks)]
-        header = ["rank", "step ms", *(part.replace("_", " ") for part in shown), "last"]
+        columns = [part for part in PARTS if any(rank.shares[part] >= 5e-4 for rank in self.ranks)]
+        header = ["rank", "step ms", *(part.replace("_", " ") for part in columns), "last"]
         rows = [
             [
                 f"{rank.rank}",
                 f"{rank.step_ms:.1f}",
-                *(f"{rank.shares[part]:.1%}" for part in shown),
+                *(f"{rank.shares[part]:.1%}" for part in columns),
                 f"{rank.last_in:.0%}",
             ]
             for rank in self.ranks[:_SHOWN_RANKS]
@@ -153,7 +153,9 @@ def build_report(logs: dict[int, RankLog], *, world: int) -> WatchReport:
         inside = {rank: measured_steps(log.steps, window) for rank, log in logs.items()}
         occupancy = occupancy_of(steps, window)
         num_workers = max(log.header.num_workers if log.header else 0 for log in logs.values())
-        uses = [use for own in inside.values() if (use := _cpu_use(own, machine.num_cpus))]
+        uses = [
+            use for rank_steps in inside.values() if (use := _cpu_use(rank_steps, machine.num_cpus))
+        ]
         disturbed = combine_host_uses(uses).disturbed if uses else None
         findings = find_causes(
             inside,
@@ -164,15 +166,15 @@ def build_report(logs: dict[int, RankLog], *, world: int) -> WatchReport:
         every = [step for rank in inside.values() for step in rank]
         step_time = summarise_ns([step.wall_ns // step.details.num_steps for step in every])
         last = late_steps(list(inside.values()))
-        for row, (rank, own) in enumerate(inside.items()):
+        for row, (rank, rank_steps) in enumerate(inside.items()):
             header = logs[rank].header
-            wall_ns = sum(step.wall_ns for step in own)
-            times = zip(*map(part_times, own), strict=True)
+            wall_ns = sum(step.wall_ns for step in rank_steps)
+            times = zip(*map(part_times, rank_steps), strict=True)
             ranks.append(
                 RankTimes(
                     rank=rank,
                     device="unknown" if header is None else header.device,
-                    step_ms=wall_ns / sum(step.details.num_steps for step in own) / 1e6,
+                    step_ms=wall_ns / sum(step.details.num_steps for step in rank_steps) / 1e6,
                     occupancy=occupancy.ranks[row].occupancy,
                     shares={
                         part: sum(part_ns) / wall_ns
