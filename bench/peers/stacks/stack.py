@@ -221,6 +221,7 @@ STACKS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "torchtitan": ("torchtitan", "TitanStack", ("torchtitan", "torchdata")),
     "lerobot": ("lerobot", "LeRobotStack", ("lerobot",)),
     "mmengine": ("mmengine", "MMEngineStack", ("mmengine",)),
+    "ray-train": ("ray_train", "RayTrainStack", ("ray", "torch")),
     "fuelrail-order": ("fuelrail", "OrderStack", ()),
     "fuelrail-loader": ("fuelrail", "LoaderStack", ()),
 }

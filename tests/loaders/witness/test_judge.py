@@ -67,11 +67,6 @@ def test_clean_epochs_raise_no_alarm() -> None:
     check_clean_epochs(0, 100)
 
 
-@pytest.mark.slow
-def test_2000_clean_epochs_raise_no_alarm() -> None:
-    check_clean_epochs(6, 2_000)
-
-
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", range(1, 6))
