@@ -360,9 +360,19 @@ STRICT = ("-Wall", "-Wextra", "-Werror")
 class TestLibrary:
     @pytest.mark.slow
     @pytest.mark.parametrize("level", [(), ("-march=x86-64-v3",)])
-    def test_the_compiler_has_nothing_to_say(self, tmp_path: Path, level: tuple[str, ...]) -> None:
+    @pytest.mark.parametrize("compiler", ["gcc", "clang-14"])
+    def test_the_compiler_has_nothing_to_say(
+        self,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        compiler: str,
+        level: tuple[str, ...],
+    ) -> None:
         if level and platform.machine() != "x86_64":
             pytest.skip("flags of x86-64")
+        if not shutil.which(compiler):
+            pytest.skip(f"needs {compiler} (Debian package)")
+        monkeypatch.setenv("CC", compiler)
         compiled(tmp_path, *STRICT, *level)
 
     @pytest.mark.slow
@@ -386,12 +396,18 @@ class TestLibrary:
 
     @pytest.mark.slow
     @pytest.mark.process
-    def test_aarch64_makes_the_same_bytes(self, tmp_path: Path) -> None:
-        """Pictures, resampled planes and restart markers of files and of mutations, in an emulator."""
-        cross = "aarch64-linux-gnu-gcc"
-        if not shutil.which(cross) or not shutil.which("qemu-aarch64"):
+    @pytest.mark.parametrize(
+        ("other", "runner"),
+        [("aarch64-linux-gnu-gcc", ["qemu-aarch64"]), ("clang-14", [])],
+        ids=["aarch64", "clang"],
+    )
+    def test_another_compiler_makes_the_same_bytes(
+        self, tmp_path: Path, other: str, runner: list[str]
+    ) -> None:
+        """Pictures, resampled planes and restart markers of files and of mutations."""
+        if not all(map(shutil.which, [other, *runner])):
             pytest.skip(
-                "needs Debian packages gcc-aarch64-linux-gnu, libc6-dev-arm64-cross, qemu-user"
+                "needs Debian packages gcc-aarch64-linux-gnu, libc6-dev-arm64-cross, qemu-user, clang-14"
             )
         files = []
         for number, rows in enumerate(({}, {"restart_marker_rows": 1})):
@@ -401,16 +417,19 @@ class TestLibrary:
             )
         sources = [native.FOLDER / name for name in ("add_restarts.c", "restart_rows.c")]
         digests = {}
-        for compiler, emulator in (("gcc", []), (cross, ["qemu-aarch64"])):
+        for compiler, program_runner in (("gcc", []), (other, runner)):
             program = tmp_path / compiler
             command = [compiler, "-O3", "-std=gnu11", "-fwrapv", "-static", "-Wno-psabi", *STRICT]
             harness = Path(support.decode_fuzz.__file__).parent / "native_digest.c"
             command += [f"-I{native.FOLDER}", harness, *sources, "-lm", "-o", program]
             subprocess.run(command, check=True)
             digests[compiler] = subprocess.run(
-                [*emulator, program, "1", "120", *files], check=True, capture_output=True, text=True
+                [*program_runner, program, "1", "120", *files],
+                check=True,
+                capture_output=True,
+                text=True,
             ).stdout
-        assert digests["gcc"] == digests[cross]
+        assert digests["gcc"] == digests[other]
         _, *numbers = digests["gcc"].split()
         assert min(map(int, numbers)) > 20
 
