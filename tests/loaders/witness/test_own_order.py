@@ -66,7 +66,7 @@ class History:
         epoch = 0
         for act in range(20):
             ranks = int(chance.choice(RANKS))
-            steps = int(chance.integers(1, 8)) if act < 6 else 10**6
+            steps = int(chance.integers(1, 8)) if act < 4 else 10**6
             records = []
             new_states = []
             is_over = False
@@ -104,7 +104,7 @@ class History:
 def check_order(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run a history of the order over a dataset of someone else."""
     chance = np.random.default_rng(seed)
-    size = int(chance.integers(GLOBAL_BATCH, 72))
+    size = int(chance.integers(GLOBAL_BATCH, 48))
     drop_last = bool(chance.integers(2))
     spec = fr.OrderSpec(kind=str(chance.choice(["shuffled", "sequential"])), seed=seed)
 
