@@ -220,6 +220,7 @@ STACKS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "grain-elastic": ("grain", "GrainElastic", ("grain",)),
     "torchtitan": ("torchtitan", "TitanStack", ("torchtitan", "torchdata")),
     "lerobot": ("lerobot", "LeRobotStack", ("lerobot",)),
+    "lerobot-order": ("lerobot", "LeRobotOrder", ("lerobot",)),
     "mmengine": ("mmengine", "MMEngineStack", ("mmengine",)),
     "fuelrail-order": ("fuelrail", "OrderStack", ()),
     "fuelrail-loader": ("fuelrail", "LoaderStack", ()),
