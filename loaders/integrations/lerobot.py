@@ -36,6 +36,11 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 _POSITION: Final = Path("training_state", "fuelrail_order.json")
 """The file of the position in a checkpoint of LeRobot."""
+_KEPT: Final = (
+    *("num_workers", "collate_fn", "pin_memory", "prefetch_factor"),
+    *("persistent_workers", "multiprocessing_context"),
+)
+"""Options of LeRobot's loader that ours has too."""
 
 
 class EpisodeSampler(Sampler):
@@ -43,7 +48,7 @@ class EpisodeSampler(Sampler):
 
     ::
 
-        sampler = EpisodeSampler.of(episodes, global_batch=64, drop_n_last_frames=7)
+        sampler = EpisodeSampler.from_dataset(episodes, global_batch=64, drop_n_last_frames=7)
         loader = sampler.count(torch.utils.data.DataLoader(episodes, sampler.rank_batch,
         sampler=sampler))
 
@@ -126,10 +131,12 @@ class EpisodeSampler(Sampler):
         super().__init__(data, order, global_batch=global_batch, world=world, drop_last=False)
 
     @classmethod
-    def of(cls, dataset: Any, order: OrderSpec | None = None, **options: Any) -> EpisodeSampler:
-        """Return the sampler of a LeRobotDataset; ``order`` None: shuffled.
+    def from_dataset(
+        cls, dataset: Any, order: OrderSpec | None = None, **options: Any
+    ) -> EpisodeSampler:
+        """Return a sampler of a LeRobotDataset; ``order`` None: shuffled.
 
-        The order finds its columns of single values, such as ``task_index`` and ``next.reward``.
+        The order finds the dataset's columns of single values, such as ``task_index``.
         """
         from datasets import Value
 
@@ -217,25 +224,16 @@ class EpisodeLoader:
             )
         policy = getattr(config, "trainable_config", config.policy)
         world = resolve_world(None)
-        sampler = EpisodeSampler.of(
+        sampler = EpisodeSampler.from_dataset(
             loader.dataset,
             order or OrderSpec(seed=config.seed or 0),
             drop_n_last_frames=getattr(policy, "drop_n_last_frames", 0),
             global_batch=config.batch_size * world.size,
             world=world,
         )
+        kept = {name: getattr(loader, name) for name in _KEPT}
         self._loader = sampler.count(
-            TorchLoader(
-                loader.dataset,
-                batch_size=sampler.rank_batch,
-                sampler=sampler,
-                num_workers=loader.num_workers,
-                collate_fn=loader.collate_fn,
-                pin_memory=loader.pin_memory,
-                prefetch_factor=loader.prefetch_factor,
-                persistent_workers=loader.persistent_workers,
-                multiprocessing_context=loader.multiprocessing_context,
-            )
+            TorchLoader(loader.dataset, batch_size=sampler.rank_batch, sampler=sampler, **kept)
         )
         self._device = loader.device
         if not config.resume:

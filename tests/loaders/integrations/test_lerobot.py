@@ -9,14 +9,14 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 import fuelrail as fr
-from fuelrail.loaders.integrations.lerobot import EpisodeSampler, keep_order
+from fuelrail.loaders.integrations.lerobot import EpisodeLoader, EpisodeSampler, keep_order
 from support.lerobot_kills import ORDERS, run_kills
 from support.pages import ROOT, follow
 from support.ranks import environment
@@ -111,6 +111,30 @@ def test_an_order_finds_episodes_and_columns():
 def test_a_script_of_another_version_is_refused():
     with pytest.raises(fr.errors.ConfigError, match="no 'make_train_eval_datasets'"):
         keep_order(ModuleType("lerobot_train"))
+
+
+def test_streamed_datasets_are_refused():
+    config = SimpleNamespace(dataset=SimpleNamespace(streaming=True))
+    with pytest.raises(fr.errors.ConfigError, match="streaming=true has no rows by number"):
+        EpisodeLoader(None, config)
+
+
+@pytest.mark.process
+def test_a_checkpoint_without_a_position_is_refused(episodes, tmp_path):
+    from lerobot.datasets.lerobot_dataset import LeRobotDataset
+
+    loader = torch.utils.data.DataLoader(LeRobotDataset("me/episodes", root=episodes))
+    loader.device = None
+    config = SimpleNamespace(
+        dataset=SimpleNamespace(streaming=False),
+        policy=SimpleNamespace(drop_n_last_frames=5),
+        seed=None,
+        batch_size=4,
+        resume=True,
+        checkpoint_path=tmp_path,
+    )
+    with pytest.raises(fr.errors.ConfigError, match="of a training without keep_order"):
+        EpisodeLoader(loader, config)
 
 
 @pytest.mark.process
