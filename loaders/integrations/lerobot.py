@@ -205,9 +205,9 @@ class EpisodeSampler(Sampler):
 class EpisodeLoader:
     """The batches of LeRobot's training, without an end, with a position in its checkpoints.
 
-    ``loader`` is the one that LeRobot made: its dataset, workers and device are kept. ``config`` is
-    LeRobot's of the training; ``order`` None: shuffled, with the seed of ``config``. A resumed run
-    continues at the position in its checkpoint.
+    ``loader`` is the one that LeRobot and Accelerate made: its dataset, workers, device and ranks
+    are kept. ``config`` is LeRobot's of the training; ``order`` None: shuffled, with the seed of
+    ``config``. A resumed run continues at the position in its checkpoint.
 
     Raises ConfigError for a dataset that is streamed, and for a checkpoint without a position.
     """
@@ -215,15 +215,14 @@ class EpisodeLoader:
     def __init__(self, loader: Any, config: Any, order: OrderSpec | None = None) -> None:
         from torch.utils.data import DataLoader as TorchLoader
 
-        from fuelrail.loaders.distributed import resolve_world
-
         if config.dataset.streaming:
             raise ConfigError(
                 "dataset.streaming=true has no rows by number, and an order needs them: set "
                 "dataset.streaming=false"
             )
         policy = getattr(config, "trainable_config", config.policy)
-        world = resolve_world(None)
+        shard = loader.batch_sampler  # Accelerate's, on several processes
+        world = World(getattr(shard, "process_index", 0), getattr(shard, "num_processes", 1))
         sampler = EpisodeSampler.from_dataset(
             loader.dataset,
             order or OrderSpec(seed=config.seed or 0),

@@ -281,5 +281,5 @@ def test_a_policy_learns_from_a_fuelrail_dataset_of_episodes(tmp_path, monkeypat
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    assert len(losses) == 26
+    assert len(losses) == 25
     assert np.mean(losses[-8:]) < np.mean(losses[:8])
