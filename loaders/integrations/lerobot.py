@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -75,8 +75,8 @@ class EpisodeSampler(Sampler):
 
     def __init__(
         self,
-        dataset_from_indices: Sequence[int],
-        dataset_to_indices: Sequence[int],
+        dataset_from_indices: ArrayLike,
+        dataset_to_indices: ArrayLike,
         episode_indices_to_use: Collection[int] | None = None,
         drop_n_first_frames: int = 0,
         drop_n_last_frames: int = 0,

@@ -87,7 +87,6 @@ class LeRobotStack(Stack):
 class LeRobotOrder(LeRobotStack):
     """Our order over a dataset in LeRobot's format, as `keep_order` puts it into the script."""
 
-    packages = ("fuelrail", "lerobot", "accelerate", "torch")
     way = "as keep_order(lerobot_train) has it save and resume (docs/guides/lerobot.md)"
 
     @staticmethod
