@@ -30,6 +30,7 @@ ELSEWHERE = {
     "sources.md": "tests/sharding/sources/tables/test_page.py",
     "your-dataset.md": "tests/docs/test_your_dataset.py",
     "decode.md": "tests/docs/test_decode.py",
+    "lerobot.md": "tests/loaders/integrations/test_lerobot.py",
     "torchtitan.md": "tests/loaders/integrations/test_torchtitan.py",
     "features-once.md": "tests/docs/test_layer_recipes.py",
     "video-latents.md": "tests/docs/test_layer_recipes.py",

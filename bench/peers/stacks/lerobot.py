@@ -1,20 +1,24 @@
-"""LeRobot's sampler of episodes, in the loop of its training script."""
+"""LeRobot's sampler of episodes and ours, in the loop of its training script."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
+from lerobot.datasets.lerobot_dataset import LeRobotDataset
 from lerobot.datasets.sampler import EpisodeAwareSampler, compute_sampler_state
 from lerobot.utils.random_utils import load_rng_state, save_rng_state
 from lerobot.utils.utils import cycle
 
 from fuelrail.bench.peers.stacks.rows import Rows
-from fuelrail.bench.peers.stacks.stack import NotRun, Stack
+from fuelrail.bench.peers.stacks.stack import NotRun, Setup, Stack
+from fuelrail.loaders.integrations.lerobot import EpisodeLoader
 
 
 class LeRobotStack(Stack):
@@ -52,8 +56,10 @@ class LeRobotStack(Stack):
         accelerator = Accelerator(cpu=True)
         set_seed(3)
         self.steps = 0
-        training, self.evaluation = accelerator.prepare(self.loader(), self.loader(shuffle=False))
-        self.batches = cycle(training)
+        self.training, self.evaluation = accelerator.prepare(
+            self.loader(), self.loader(shuffle=False)
+        )
+        self.batches = cycle(self.training)
 
     def epoch(self, _epoch: int) -> Iterable[Any]:
         rows = self.setup.rows - self.job.step * (self.job.before or self.setup).global_batch
@@ -76,3 +82,48 @@ class LeRobotStack(Stack):
     def evaluate(self) -> None:
         for _ in self.evaluation:
             pass
+
+
+class LeRobotOrder(LeRobotStack):
+    """Our order over a dataset in LeRobot's format, as `keep_order` puts it into the script."""
+
+    way = "as keep_order(lerobot_train) has it save and resume (docs/guides/lerobot.md)"
+
+    @staticmethod
+    def store(setup: Setup, folder: Path) -> None:
+        state = {"dtype": "float32", "shape": (1,), "names": ["row"]}
+        root = folder / "episodes"
+        dataset = LeRobotDataset.create("me/rows", 10, {"observation.state": state}, root=root)
+        for episode in setup.shards(range(setup.rows)):
+            for row in episode:
+                values = np.array([row], np.float32)
+                dataset.add_frame({"observation.state": values, "task": "count"})
+            dataset.save_episode()
+        dataset.finalize()
+
+    def loader(self, *, shuffle: bool = True) -> Any:
+        setup = self.setup
+        episodes = LeRobotDataset("me/rows", root=self.job.folder / "episodes")
+        return torch.utils.data.DataLoader(
+            episodes, batch_size=setup.batch, shuffle=shuffle, num_workers=setup.workers
+        )
+
+    def open(self) -> None:
+        super().open()
+        saved = self.job.states[0] if self.job.states else None
+        config = SimpleNamespace(
+            dataset=SimpleNamespace(streaming=False),
+            policy=None,
+            seed=3,
+            batch_size=self.setup.batch,
+            resume=saved is not None,
+            checkpoint_path=saved,
+        )
+        self.ordered = EpisodeLoader(self.training, config)
+        self.batches = iter(self.ordered)
+
+    def state(self) -> Any:
+        checkpoint = self.job.folder / f"checkpoint-{self.rank}-{self.steps}"
+        (checkpoint / "training_state").mkdir(parents=True)
+        self.ordered.save(checkpoint)
+        return str(checkpoint)

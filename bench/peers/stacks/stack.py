@@ -220,6 +220,7 @@ STACKS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "grain-elastic": ("grain", "GrainElastic", ("grain",)),
     "torchtitan": ("torchtitan", "TitanStack", ("torchtitan", "torchdata")),
     "lerobot": ("lerobot", "LeRobotStack", ("lerobot",)),
+    "lerobot-order": ("lerobot", "LeRobotOrder", ("lerobot",)),
     "mmengine": ("mmengine", "MMEngineStack", ("mmengine",)),
     "ray-train": ("ray_train", "RayTrainStack", ("ray", "torch")),
     "fuelrail-order": ("fuelrail", "OrderStack", ()),
