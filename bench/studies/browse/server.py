@@ -199,7 +199,6 @@ class Browser:
     def _describe(self) -> dict[str, Any]:
         dataset = self._rows.dataset
         manifest = dataset.manifest
-        history = self._rows.history
         return {
             "name": manifest.name,
             "location": dataset.location,
@@ -215,7 +214,7 @@ class Browser:
             "images": list(self._samples.images),
             "layers": [layer.name for layer in self._rows.layers],
             "orders": list(self._rows.orders),
-            "num_steps_of_run": None if history is None else history.num_steps,
+            "num_steps_of_run": None if self._rows.run is None else len(self._rows.run),
         }
 
 

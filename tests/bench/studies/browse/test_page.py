@@ -14,7 +14,7 @@ import fuelrail as fr
 from fuelrail import bench
 from fuelrail.loaders.viewer import drawing
 from support.browsing import drawn_layer
-from support.chromium import CHROMIUM, open_page
+from fuelrail.bench.micro.chromium import CHROMIUM, open_page
 from support.hostile import edited, small_dataset
 
 pytestmark = [

@@ -46,6 +46,7 @@ class Page:
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
+        """Return what the browser answers to a command of the DevTools protocol."""
         number = next(self._numbers)
         request = {"id": number, "method": method, "params": params}
         if self._session is not None:
@@ -57,7 +58,7 @@ class Page:
         return answer["result"]
 
     def run(self, expression: str) -> Any:
-        """The value of an expression, of a promise when it is kept."""
+        """Return the value of an expression, of a promise when it is kept."""
         result = self.call(
             "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
         )
@@ -65,6 +66,7 @@ class Page:
         return result["result"].get("value")
 
     def wait(self, condition: str) -> None:
+        """Wait until an expression is true; fails after a minute."""
         end = time.monotonic() + _LIMIT_S
         while not self.run(condition):
             assert time.monotonic() < end, (
@@ -73,16 +75,18 @@ class Page:
             time.sleep(0.02)
 
     def press(self, key: str) -> None:
+        """Press a key and let it go."""
         for kind in ("keyDown", "keyUp"):
             text = {"text": key} if len(key) == 1 and kind == "keyDown" else {}
             self.call("Input.dispatchKeyEvent", type=kind, key=key, **text)
 
     def resize(self, width: int, height: int) -> None:
+        """Make the window this large."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.call("Emulation.setDeviceMetricsOverride", **size)
 
     def screenshot(self) -> bytes:
-        """The window's pixels as a PNG."""
+        """Return the window's pixels as a PNG."""
         return base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
 
     def _receive(self) -> dict[str, Any]:
