@@ -63,6 +63,7 @@ const isShown = () => {
     && performance.getEntriesByType('resource').some(({ name }) => name.includes('/points?'));
 };
 const look = async () => {
+  if (!window.lineMs && document.querySelector('#when')?.textContent) window.lineMs = performance.now();
   if (!window.listMs && document.querySelector('.tile')) window.listMs = performance.now();
   if (!window.sampleMs && isShown()) {
     await Promise.all([...document.querySelectorAll('#cameras img')].map((image) => image.decode()));
@@ -77,11 +78,12 @@ look();
 class BrowseCase(msgspec.Struct, frozen=True, kw_only=True):
     """A dataset at a place; one entry of each list a round.
 
-    ``open_s`` is from the command to its address, ``first_sample_s`` and ``list_s`` from the page's
-    load. ``most_bytes`` is the most resident memory of the server, pages of the mapped index
-    included, ``own_bytes`` what is left without these. ``requests`` are those to S3: until the
-    first sample is shown, for each of some steps through its clip, and for each jump to a sample of
-    another part of the index.
+    ``open_s`` is from the command to its address; ``first_sample_s``, ``list_s`` and ``line_s``, of
+    the clip's time line, are from the page's load. ``most_bytes`` is the most resident memory of
+    the server, pages of the mapped index included, ``own_bytes`` what is left without these.
+    ``requests`` are those to S3: until the first sample is shown, thumbnails included; for each of
+    some steps through its clip; and for each jump to a sample of another part of the index, with
+    the sample after it, which is fetched ahead.
     """
 
     place: Literal["folder", "s3"]
@@ -90,6 +92,7 @@ class BrowseCase(msgspec.Struct, frozen=True, kw_only=True):
     open_s: list[float]
     first_sample_s: list[float]
     list_s: list[float]
+    line_s: list[float]
     own_bytes: list[int]
     most_bytes: list[int]
     requests_until_first_sample: list[int]
@@ -230,13 +233,14 @@ def measure_round(
             page.call("Page.navigate", url=url)
             page.wait("window.sampleMs > 0")
             num_first = len(requests)
-            page.wait("window.listMs > 0")
+            page.wait("window.listMs > 0 && window.lineMs > 0")
             status = Path(f"/proc/{server.pid}/status").read_text(encoding="ascii")
             memory = dict(re.findall(r"^(\w+):\s+(\d+) kB$", status, re.MULTILINE))
             found = {
                 "open_s": round(open_s, 3),
                 "first_sample_s": round(page.run("window.sampleMs") / 1e3, 3),
                 "list_s": round(page.run("window.listMs") / 1e3, 3),
+                "line_s": round(page.run("window.lineMs") / 1e3, 3),
                 "own_bytes": int(memory["RssAnon"]) << 10,
                 "most_bytes": int(memory["VmHWM"]) << 10,
                 "requests_until_first_sample": num_first,

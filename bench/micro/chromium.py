@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 _LIMIT_S = 60
+_CODES = {"Tab": 9, "Enter": 13}
+_TEXTS = {"Enter": "\r"}
 
 
 class Page:
@@ -70,15 +72,18 @@ class Page:
         end = time.monotonic() + _LIMIT_S
         while not self.run(condition):
             assert time.monotonic() < end, (
-                f"waited for {condition}; {self.complaints}; {self.run('document.body.innerText')}"
+                f"waited for {condition}; {self.complaints}; {self.run('document.body.innerText.slice(0, 500)')}"
             )
             time.sleep(0.02)
 
     def press(self, key: str) -> None:
         """Press a key and let it go."""
         for kind in ("keyDown", "keyUp"):
-            text = {"text": key} if len(key) == 1 and kind == "keyDown" else {}
-            self.call("Input.dispatchKeyEvent", type=kind, key=key, **text)
+            text = _TEXTS.get(key, key if len(key) == 1 else "") if kind == "keyDown" else ""
+            code = _CODES.get(key, 0)
+            self.call(
+                "Input.dispatchKeyEvent", type=kind, key=key, text=text, windowsVirtualKeyCode=code
+            )
 
     def resize(self, width: int, height: int) -> None:
         """Make the window this large."""

@@ -118,6 +118,7 @@ class Browser:
             ),
             "/api/clips": lambda q: rows.clips(q.filter, q.split, q.first, q.count),
             "/api/clip": lambda q: rows.clip(q.row),
+            "/api/progress": lambda q: samples.progress(q.row),
             "/api/sample": lambda q: samples.describe(q.row),
             "/api/attributes": lambda q: rows.attributes(q.row),
             "/api/loaded": lambda q: samples.as_loaded(q.row, q.name, q.seed, q.epoch),
@@ -202,6 +203,7 @@ class Browser:
         return {
             "name": manifest.name,
             "location": dataset.location,
+            "is_remote": dataset.url is not None,
             "num_samples": len(dataset),
             "num_clips": manifest.num_clips,
             "splits": {name: entry.num_samples for name, entry in dataset.splits.items()},
