@@ -81,7 +81,7 @@ class BrowseCase(msgspec.Struct, frozen=True, kw_only=True):
     ``open_s`` is from the command to its address; ``first_sample_s``, ``list_s`` and ``line_s``, of
     the clip's time line, are from the page's load. ``most_bytes`` is the most resident memory of
     the server, pages of the mapped index included, ``own_bytes`` what is left without these.
-    ``requests`` are those to S3: until the first sample is shown, thumbnails included; for each of
+    ``requests_...`` are those to S3: until the first sample is shown, thumbnails included; for each of
     some steps through its clip; and for each jump to a sample of another part of the index, with
     the sample after it, which is fetched ahead.
     """
@@ -95,9 +95,9 @@ class BrowseCase(msgspec.Struct, frozen=True, kw_only=True):
     line_s: list[float]
     own_bytes: list[int]
     most_bytes: list[int]
-    requests_until_first_sample: list[int]
-    requests_of_steps: list[float]
-    requests_of_jumps: list[int]
+    requests_until_first_sample: list[int] = []
+    requests_of_steps: list[float] = []
+    requests_of_jumps: list[int] = []
 
 
 class BrowseTimes(msgspec.Struct, frozen=True, kw_only=True):
@@ -243,9 +243,11 @@ def measure_round(
                 "line_s": round(page.run("window.lineMs") / 1e3, 3),
                 "own_bytes": int(memory["RssAnon"]) << 10,
                 "most_bytes": int(memory["VmHWM"]) << 10,
-                "requests_until_first_sample": num_first,
             }
-            return found | count_requests(page, requests)
+            if place.startswith("s3:"):
+                found["requests_until_first_sample"] = num_first
+                found |= count_requests(page, requests)
+            return found
     finally:
         server.terminate()
         server.wait()
@@ -328,13 +330,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             cases.append(measure_case("folder", root, options.rounds))
             cases.append(measure_case("s3", root, options.rounds))
     for case in cases:
-        print(  # noqa: T201
-            f"{case.num_rows:,} rows, {case.place}: opened in {statistics.median(case.open_s):.2f} s"
-            f", first sample {statistics.median(case.first_sample_s):.2f} s"
-            f", list {statistics.median(case.list_s):.2f} s after the page's load"
-            f", {max(case.own_bytes) / 1e6:.0f} MB; requests: {max(case.requests_until_first_sample)}"
-            f" until it, {max(case.requests_of_steps):.1f} a step, {max(case.requests_of_jumps)} a jump"
+        median = statistics.median
+        line = (
+            f"{case.num_rows:,} rows, {case.place}: opened in {median(case.open_s):.2f} s; first "
+            f"sample {median(case.first_sample_s):.2f} s, list {median(case.list_s):.2f} s, time "
+            f"line {median(case.line_s):.2f} s after the page's load; "
+            f"{max(case.own_bytes) / 1e6:.0f} MB"
         )
+        if case.requests_of_jumps:
+            line += (
+                f"; requests: {max(case.requests_until_first_sample)} until the first sample, "
+                f"{max(case.requests_of_steps):.1f} a step, {max(case.requests_of_jumps)} a jump"
+            )
+        print(line)  # noqa: T201
     if options.out is not None:
         report = BrowseTimes(
             benchmark="browse",

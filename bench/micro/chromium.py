@@ -57,7 +57,8 @@ class Page:
         while (answer := self._receive()).get("id") != number:
             pass
         assert "error" not in answer, answer
-        return answer["result"]
+        result: dict[str, Any] = answer["result"]
+        return result
 
     def run(self, expression: str) -> Any:
         """Return the value of an expression, of a promise when it is kept."""
@@ -102,7 +103,7 @@ class Page:
             assert part, "chromium ended"
             self._data += part
         text, _, self._data = self._data.partition(b"\0")
-        said = json.loads(text)
+        said: dict[str, Any] = json.loads(text)
         params = said.get("params", {})
         match said.get("method"):
             case "Runtime.exceptionThrown":

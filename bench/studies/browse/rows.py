@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.format.layers import Layer
     from fuelrail.pipeline.order.epoch import EndlessOrder
 
-    Rows = Sequence[int] | NDArray[np.int64]
+    Rows = range | NDArray[np.int64]
     Tiles = list[dict[str, Any]]
 
 _MOST: Final = 4096
@@ -66,7 +66,7 @@ class DatasetRows:
 
     def names(self) -> list[str]:
         """Return the names that filters and captions may use."""
-        names = []
+        names: list[str] = []
         for split, entry in self.dataset.splits.items():
             if entry.num_samples:
                 names += self._joined(split).names
@@ -149,7 +149,7 @@ class DatasetRows:
             if row is None:
                 tiles.append({"row": -1, "key": key, "clip": "", "values": {}})
             else:
-                tiles += self._tiles([row])
+                tiles += self._tiles(range(row, row + 1))
         return {
             "num_steps": len(self.run),
             "rows": tiles,

@@ -252,7 +252,7 @@ class DatasetSamples:
         values, faults = self._values(row)
         described: list[dict[str, Any]] = []
         for name, (channel, value) in values.items():
-            stated = {"name": name, "text": drawing.value_in_words(channel, value)}
+            stated: dict[str, Any] = {"name": name, "text": drawing.value_in_words(channel, value)}
             law = channel.law
             if law.name == "ego_grid":
                 stated["ground"] = law.extent_m

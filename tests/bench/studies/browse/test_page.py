@@ -251,7 +251,7 @@ def test_the_keyboard_reaches_everything_in_the_order_in_which_it_is_seen(page):
             "frames",
             "has-boxes",
             "loaded",
-            "card",
+            "place",
         ]
     ):
         assert reached.index(first) < reached.index(second)
