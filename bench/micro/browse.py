@@ -250,7 +250,7 @@ def measure_round(
             return found
     finally:
         server.terminate()
-        server.wait()
+        server.communicate()
 
 
 def count_requests(page: Page, requests: list[str]) -> dict[str, Any]:

@@ -341,8 +341,9 @@ class TestHostileDatasets:
         with browser:
             client = Client(browser.url)
             for row in range(3):
-                for path in ("sample", "attributes", "clip", "rows", "clips", "dataset"):
-                    query = {"row": row} if path in ("sample", "attributes", "clip") else {}
+                of_row = ("sample", "progress", "attributes", "clip")
+                for path in (*of_row, "rows", "clips", "dataset"):
+                    query = {"row": row} if path in of_row else {}
                     if path == "rows":
                         query = {"filter": "frame >= 0", "columns": "night"}
                     status, answer = client.get(f"/api/{path}", **query)
