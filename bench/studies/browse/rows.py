@@ -4,6 +4,7 @@ of a step of an order or of a run.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -26,6 +27,7 @@ from fuelrail.pipeline.settings import load_yaml
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from fuelrail.bench.studies.browse.query import Query
     from fuelrail.bench.studies.runs.steps import RunSteps
     from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.format.layers import Layer
@@ -51,7 +53,9 @@ class DatasetRows:
         """Read the files of orders, and the ledger; raises ConfigError and LedgerError."""
         self.dataset = dataset
         self.layers = tuple(layers)
-        self.orders = {Path(file).stem: load_yaml(file, OrderSpec).resolved() for file in orders}
+        self.orders: dict[str, OrderSpec] = {}
+        for file in orders:
+            self.orders[Path(file).stem] = load_yaml(file, OrderSpec).resolved()
         self.run: RunSteps | None = None
         if ledger is not None:
             from fuelrail.bench.studies.runs.steps import RunSteps
@@ -66,26 +70,23 @@ class DatasetRows:
 
     def names(self) -> list[str]:
         """Return the names that filters and captions may use."""
-        names: list[str] = []
-        for split, entry in self.dataset.splits.items():
-            if entry.num_samples:
-                names += self._joined(split).names
+        splits = [split for split, entry in self.dataset.splits.items() if entry.num_samples]
+        names = itertools.chain.from_iterable(self._joined(split).names for split in splits)
         return list(dict.fromkeys(names))
 
-    def page(
-        self, text: str, split: str, first: int, count: int, names: Sequence[str]
-    ) -> dict[str, Any]:
-        """Return rows ``first`` to ``first + count - 1`` of those that a filter selects, with
-        attributes of these names; and how many there are.
+    def page(self, query: Query) -> dict[str, Any]:
+        """Return the part that is asked for of the rows that a filter selects, with attributes; and
+        how many there are.
         """
-        rows = self.select(text, split)
-        return {"total": len(rows), "rows": self._tiles(rows[first : first + count], names)}
+        rows = self.select(query.filter, query.split)
+        names = query.columns.split("\n") if query.columns else ()
+        return {"total": len(rows), "rows": self._tiles(rows[query.place], names)}
 
-    def clips(self, text: str, split: str, first: int, count: int) -> dict[str, Any]:
+    def clips(self, query: Query) -> dict[str, Any]:
         """Do the same for clips, each by its first row."""
-        rows, counts = self._clips(text, split)
-        tiles = self._tiles(rows[first : first + count])
-        for tile, num_frames in zip(tiles, counts[first:].tolist(), strict=False):
+        rows, counts = self._clips(query.filter, query.split)
+        tiles = self._tiles(rows[query.place])
+        for tile, num_frames in zip(tiles, counts[query.place].tolist(), strict=True):
             tile["num_frames"] = num_frames
         return {"total": len(rows), "rows": tiles}
 
@@ -99,11 +100,13 @@ class DatasetRows:
         if not self._is_whole:
             first = row - row % ROWS_PER_BATCH
             end = min(first + ROWS_PER_BATCH, end)
-        is_of_clip = pc.equal(index.texts("clip_id", first, end), index.row(row).clip_id)
+        clip_ids = index.texts("clip_id", first, end)
+        is_of_clip = pc.equal(clip_ids, index.row(row).clip_id)
         rows = first + np.flatnonzero(is_of_clip)
         first = int(rows[0])
         end = int(rows[-1]) + 1
-        rows = rows[np.argsort(index.column("frame", first, end)[rows - first], kind="stable")]
+        frames = index.column("frame", first, end)[rows - first]
+        rows = rows[np.argsort(frames, kind="stable")]
         place = int(np.flatnonzero(rows == row)[0])
         start = max(place - _MOST // 2, 0)
         shown = rows[start : start + _MOST]
@@ -114,24 +117,24 @@ class DatasetRows:
             "is_cut": len(shown) < len(rows) or not self._is_whole,
         }
 
-    def step_of_order(
-        self, name: str, split: str, epoch: int, step: int, global_batch: int
-    ) -> dict[str, Any]:
+    def step_of_order(self, query: Query) -> dict[str, Any]:
         """Return the samples of a step of an epoch under an order file.
 
         Raises ConfigError, OrderError, and WorldError for a step that the epoch does not have.
         """
-        if global_batch > _MOST:
-            raise ConfigError(f"a batch of {global_batch}: at most {_MOST} samples are shown")
-        order = self._order(name, split, global_batch)
-        batching = order_batching(order, global_batch, World(), drop_last=False).of_epoch(epoch)
-        positions = batching.positions(step)[batching.valid(step)]
-        entries = order.epoch(epoch).entries(positions)
-        samples = entries.samples[entries.valid] + self.dataset.split(split).first_sample
+        if query.batch > _MOST:
+            raise ConfigError(f"a batch of {query.batch}: at most {_MOST} samples are shown")
+        order = self._order(query.name, query.split, query.batch)
+        endless = order_batching(order, query.batch, World(), drop_last=False)
+        batching = endless.of_epoch(query.epoch)
+        is_real = batching.valid(query.step)
+        positions = batching.positions(query.step)[is_real]
+        entries = order.epoch(query.epoch).entries(positions)
+        first = self.dataset.split(query.split).first_sample
         return {
             "num_steps": batching.num_steps,
-            "rows": self._tiles(samples),
-            "text": f"epoch {epoch}, step {step:,} of {batching.num_steps:,}",
+            "rows": self._tiles(first + entries.samples[entries.valid]),
+            "text": f"epoch {query.epoch}, step {query.step:,} of {batching.num_steps:,}",
         }
 
     def step_of_run(self, step: int) -> dict[str, Any]:
@@ -163,7 +166,9 @@ class DatasetRows:
     def _tiles(self, rows: Rows, names: Sequence[str] = ()) -> Tiles:
         """Return what stands below the thumbnails of these rows."""
         numbers = [int(row) for row in rows]
-        values = read_attributes(self.dataset, numbers, self.layers, names) if names else {}
+        values = {}
+        if names:
+            values = read_attributes(self.dataset, numbers, self.layers, names)
         tiles = []
         for row in numbers:
             entry = self.dataset.index.row(row)
@@ -181,21 +186,19 @@ class DatasetRows:
         """Return the rows of a split, or of all, that a filter selects; a range where there is
         none.
         """
-        if not text.strip():
-            if not split:
-                return range(len(self.dataset))
-            entry = self.dataset.splits.get(split)
-            first = entry.first_sample if entry else 0
-            return range(first, first + (entry.num_samples if entry else 0))
+        if not text.strip() and not split:
+            return range(len(self.dataset))
         parts = [np.empty(0, np.int64)]
         splits = self.dataset.splits.items()
         for name, entry in sorted(splits, key=lambda item: item[1].first_sample):
-            if entry.num_samples and split in ("", name):
+            if not entry.num_samples or split not in ("", name):
+                continue
+            samples = np.arange(entry.num_samples)
+            if text.strip():
                 attributes = self._joined(name)
                 condition = Filter(text, attributes.names)
-                table = attributes.read(condition.columns)
-                samples = condition.select(table, entry.num_samples)
-                parts.append(entry.first_sample + samples)
+                samples = condition.select(attributes.read(condition.columns), len(samples))
+            parts.append(entry.first_sample + samples)
         return np.concatenate(parts)
 
     def _group_clips(self, text: str, split: str) -> tuple[Rows, NDArray[np.int64]]:
@@ -212,5 +215,9 @@ class DatasetRows:
         if name not in self.orders:
             raise ConfigError(f"no order {name!r}; given with --order: {', '.join(self.orders)}")
         return compile_order(
-            self.orders[name], self.dataset, split, global_batch=global_batch, layers=self.layers
+            self.orders[name],
+            self.dataset,
+            split,
+            global_batch=global_batch,
+            layers=self.layers,
         )

@@ -20,6 +20,7 @@ from fuelrail.loaders.view import ViewOptions, load_sample
 from fuelrail.pipeline.channels.kinds import KINDS
 from fuelrail.pipeline.channels.selection import decode_values
 from fuelrail.pipeline.errors import ConfigError, FuelrailError, needs
+from fuelrail.pipeline.rigid import move_points
 from fuelrail.pipeline.sample.image_header import probe
 
 with needs("`fuelrail browse`", "fuelrail[opencv]"):
@@ -28,12 +29,15 @@ with needs("`fuelrail browse`", "fuelrail[opencv]"):
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from fuelrail.bench.studies.browse.query import Query
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.format.index.row import IndexRow
     from fuelrail.pipeline.format.layers import Layer
     from fuelrail.pipeline.sample.schema import Boxes, Sample
     from fuelrail.pipeline.transforms.image import ImageAugment
+
+    Values = dict[str, tuple[Channel, Any]]
 
 _MOST_POINTS: Final = 60_000
 """Points of a lidar that are sent; of more, every second one, third one, and so on."""
@@ -97,7 +101,8 @@ class DatasetSamples:
         except FuelrailError as error:
             return {"place": place, "error": str(error)}
         boxes = sample.boxes
-        corners = drawing.corners_by_yaw(np.zeros((0, 7)) if boxes is None else boxes.boxes3d)
+        boxes3d = np.zeros((0, 7)) if boxes is None else boxes.boxes3d
+        corners = drawing.corners_by_yaw(boxes3d)
         facts: dict[str, Any] = msgspec.to_builtins(sample.meta)
         del facts["cameras"]
         for name, value in facts.items():
@@ -128,7 +133,8 @@ class DatasetSamples:
 
         Raises ConfigError where there is none, ImageError where it is none.
         """
-        encoded = self.sample(row).images.get(self._camera(camera))
+        images = self.sample(row).images
+        encoded = images.get(self._camera(camera))
         if encoded is None:
             raise ConfigError("the sample has no image of this camera")
         return f"image/{probe(encoded).format}", bytes(encoded)
@@ -141,47 +147,55 @@ class DatasetSamples:
             raise ConfigError("the sample has no points of this lidar")
         points = sample.points[name][:, :3]
         lidar2ego = sample.geometry.lidar2keyego(lidar)
+        step = len(points) // _MOST_POINTS + 1
         with np.errstate(all="ignore"):
-            points = points[:: len(points) // _MOST_POINTS + 1].astype(np.float64)
-            moved = (points @ lidar2ego[:3, :3].T + lidar2ego[:3, 3]).astype("<f4")
-        return "application/octet-stream", moved[np.isfinite(moved).all(1)].tobytes()
+            moved = move_points(points[::step].astype(np.float64), lidar2ego).astype("<f4")
+        is_finite = np.isfinite(moved).all(1)
+        return "application/octet-stream", moved[is_finite].tobytes()
 
     def raster(self, row: int, name: str) -> tuple[str, bytes]:
         """Return a channel on an image, or on the ground from above, in colours: a PNG that is
         clear where it has no value.
         """
-        channel, value = self._values(row)[0].get(name, (None, None))
+        values, _ = self._values(row)
+        channel, value = values.get(name, (None, None))
         if channel is None or channel.law.name not in ("image", "ego_grid"):
             raise ConfigError(f"the sample has no raster {name!r}")
         raster = np.asarray(value)
         if channel.law.name == "ego_grid":
             raster = drawing.grid_from_above(channel, raster)
         mask, colours = drawing.colour_raster(raster, channel.law.fill or 0.0)
-        return "image/png", drawing.png(np.dstack([mask * np.uint8(255), colours]))
+        opacity = mask * np.uint8(255)
+        return "image/png", drawing.png(np.dstack([opacity, colours]))
 
-    def as_loaded(self, row: int, name: str, seed: int, epoch: int) -> list[dict[str, Any]]:
+    def as_loaded(self, query: Query) -> list[dict[str, Any]]:
         """Return the cameras of a sample as a loader augments them, with boxes.
 
         Raises ConfigError for unknown settings of images, and without torch.
         """
-        if name not in self.images:
-            raise ConfigError(f"no image settings {name!r}; there are: {', '.join(self.images)}")
-        options = ViewOptions(image=self.images[name], train=True, seed=seed, epoch=epoch)
-        batch, loader = load_sample(self.dataset, row, self.sample(row), options)
+        settings = self.images.get(query.name)
+        if settings is None:
+            names = ", ".join(self.images)
+            raise ConfigError(f"no image settings {query.name!r}; there are: {names}")
+        options = ViewOptions(image=settings, train=True, seed=query.seed, epoch=query.epoch)
+        sample = self.sample(query.row)
+        batch, loader = load_sample(self.dataset, query.row, sample, options)
         from fuelrail.loaders.viewer.batch import frames_of
 
         frame = frames_of(batch, 0, loader)[0]
         assert frame.ida_mat is not None
         cameras = []
         for number, channel in enumerate(loader.cameras):
-            pixels = np.ascontiguousarray(frame.images[number].transpose(1, 2, 0))
+            image = frame.images[number].transpose(1, 2, 0)
+            pixels = np.ascontiguousarray(image)
             size = np.array(pixels.shape[1::-1])
             boxes = []
             if frame.boxes is not None:
                 ego2img = frame.ego2img[number].astype(np.float64)
                 boxes = drawing.seen_boxes(frame.boxes.corners, ego2img, size)
+                labels = frame.boxes.label.tolist()
                 for box in boxes:
-                    box["label"] = int(frame.boxes.label[box["box"]])
+                    box["label"] = labels[box["box"]]
             cameras.append(
                 {
                     "name": channel,
@@ -263,19 +277,20 @@ class DatasetSamples:
             described.append(stated)
         return described + [{"name": name, "text": text} for name, text in faults.items()]
 
-    def _read_values(self, row: int) -> tuple[dict[str, tuple[Channel, Any]], dict[str, str]]:
+    def _read_values(self, row: int) -> tuple[Values, dict[str, str]]:
         """Return channel and value of all further channels that a sample has, with those of layers;
         and what is wrong with the others.
         """
         sample = self.sample(row)
-        values: dict[str, tuple[Channel, Any]] = {}
+        values: Values = {}
         faults = {}
         for channel in self.channels:
             try:
-                value = decode_values(sample.extra, [channel], sample.key)[channel.name]
+                decoded = decode_values(sample.extra, [channel], sample.key)
             except FuelrailError as error:
                 faults[channel.name] = str(error)
                 continue
+            value = decoded[channel.name]
             if value is not None:
                 values[channel.name] = channel, value
         for layer in self.layers:
