@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 _MOST_POINTS: Final = 60_000
 """Points of a lidar that are sent; of more, every second one, third one, and so on."""
+_MOST_SIDE: Final = 1 << 15
 _QUALITY: Final = 85
 
 
@@ -125,16 +126,15 @@ class DatasetSamples:
         if not self.dataset.index.has_row(row):
             return {"come": 0, "all": 0}
         entry = self.dataset.index.row(row)
-        come = self._num_come.get((entry.shard, entry.offset), 0)
-        return {"come": come, "all": entry.length}
+        place = entry.shard, entry.offset
+        return {"come": self._num_come.get(place, 0), "all": entry.length}
 
     def image(self, row: int, camera: int) -> tuple[str, bytes]:
         """Return the media type and the bytes of an image as stored.
 
         Raises ConfigError where there is none, ImageError where it is none.
         """
-        images = self.sample(row).images
-        encoded = images.get(self._camera(camera))
+        encoded = self.sample(row).images.get(self._camera(camera))
         if encoded is None:
             raise ConfigError("the sample has no image of this camera")
         return f"image/{probe(encoded).format}", bytes(encoded)
@@ -162,11 +162,12 @@ class DatasetSamples:
         if channel is None or channel.law.name not in ("image", "ego_grid"):
             raise ConfigError(f"the sample has no raster {name!r}")
         raster = np.asarray(value)
+        if not raster.size or max(raster.shape) > _MOST_SIDE:
+            raise ConfigError(f"a raster of {list(raster.shape)} elements cannot be drawn")
         if channel.law.name == "ego_grid":
             raster = drawing.grid_from_above(channel, raster)
         mask, colours = drawing.colour_raster(raster, channel.law.fill or 0.0)
-        opacity = mask * np.uint8(255)
-        return "image/png", drawing.png(np.dstack([opacity, colours]))
+        return "image/png", drawing.png(np.dstack([mask * np.uint8(255), colours]))
 
     def as_loaded(self, query: Query) -> list[dict[str, Any]]:
         """Return the cameras of a sample as a loader augments them, with boxes.
@@ -331,5 +332,4 @@ def _describe_place(data: Dataset, entry: IndexRow) -> dict[str, Any]:
 
 
 def _jpeg(pixels: NDArray[np.uint8]) -> bytes:
-    encoded: bytes = simplejpeg.encode_jpeg(pixels, quality=_QUALITY, colorspace="RGB")
-    return encoded
+    return bytes(simplejpeg.encode_jpeg(pixels, quality=_QUALITY, colorspace="RGB"))

@@ -7,9 +7,12 @@ import io
 import itertools
 import json
 import threading
+from functools import partial
+from typing import TYPE_CHECKING
 
 import cv2
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -19,9 +22,12 @@ from fuelrail.bench.micro.chromium import CHROMIUM, open_page
 from fuelrail.loaders.viewer import drawing
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.sample.schema import Boxes, decode_arrays, encode_arrays
-from support.browsing import drawn_layer
+from support.browsing import drawn_channels, drawn_layer
 from support.fault_server import FaultServer, Misbehaviour
 from support.hostile import edited, small_dataset
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 pytestmark = [
     pytest.mark.network,
@@ -298,15 +304,31 @@ HOSTILE = (
 )
 
 
-def rename_night(file: bytes) -> bytes:
+def edited_night(file: bytes, *, is_value: bool) -> bytes:
+    """The attributes with the column ``night`` renamed, or with other values."""
     table = pq.read_table(io.BytesIO(file))
-    names = [HOSTILE if name == "night" else name for name in table.schema.names]
+    place = table.schema.get_field_index("night")
+    if is_value:
+        table = table.set_column(place, "night", pa.array([HOSTILE] * len(table)))
+    else:
+        names = [HOSTILE if name == "night" else name for name in table.schema.names]
+        table = table.rename_columns(names)
     out = io.BytesIO()
-    pq.write_table(table.rename_columns(names), out)
+    pq.write_table(table, out)
     return out.getvalue()
 
 
-@pytest.mark.parametrize("place", ["names", "keys", "meta", "columns"])
+def hostile_layer(base: Path, out: Path) -> Path:
+    """A layer whose texts are hostile."""
+    texts = [channel for channel in drawn_channels(48, 64) if channel["kind"].startswith("text")]
+    with fr.LayerWriter(base, out, channels=texts) as writer:
+        for row in range(8):
+            writer.write(row, {"caption": HOSTILE, "words": [HOSTILE, HOSTILE]})
+    writer.finish()
+    return out
+
+
+@pytest.mark.parametrize("place", ["names", "keys", "meta", "columns", "values", "texts"])
 def test_hostile_names_are_text(place, root, tmp_path):
     with edited(root, tmp_path / "d") as parts:
         if place == "names":
@@ -319,11 +341,15 @@ def test_hostile_names_are_text(place, root, tmp_path):
                 meta.raw = json.dumps(fields).encode()
             if place == "keys":
                 sample.key = f"k{number}<b onclick=alert(1)>"
-        if place == "columns":
-            parts.edit_files["attributes.parquet"] = rename_night
+        if place in ("columns", "values"):
+            edit = partial(edited_night, is_value=place == "values")
+            parts.edit_files["attributes.parquet"] = edit
+    layers = None
+    if place == "texts":
+        layers = {"t": str(hostile_layer(tmp_path / "d", tmp_path / "layer"))}
     with (
-        bench.browse(tmp_path / "d") as browser,
-        open_page(f"{browser.url}#row=3&boxes=1", tmp_path / "profile") as page,
+        bench.browse(tmp_path / "d", layers=layers) as browser,
+        open_page(f"{browser.url}#row=3&columns=night", tmp_path / "profile") as page,
     ):
         page.wait("document.querySelectorAll('.tile').length > 0")
         page.wait("document.querySelector('#place') !== null")
