@@ -37,6 +37,7 @@ import pyarrow as pa
 from fuelrail.bench.measure.machine import MachineFacts, machine_facts
 from fuelrail.bench.micro.chromium import Page, open_page
 from fuelrail.bench.report.files import publish_json
+from fuelrail.bench.report.page import markdown_table
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.format.index.samples import INDEX_FILE
 from fuelrail.pipeline.format.index.tables import write_tables
@@ -52,6 +53,17 @@ if TYPE_CHECKING:
 
 LATENCY_S = 0.05
 NUM_FRAMES = 40
+HEADER = (
+    "samples",
+    "from",
+    "open [s]",
+    "first sample [s]",
+    "list [s]",
+    "time line [s]",
+    "own memory [MB]",
+    "requests, a step",
+    "requests, a jump",
+)
 NUM_STEPS = 10
 NUM_JUMPS = 5
 
@@ -312,6 +324,24 @@ def measure_case(place: Literal["folder", "s3"], root: Path, num_rounds: int) ->
     )
 
 
+def render(report: BrowseTimes) -> str:
+    """Return medians of the times, and the most memory and requests, as a table for pages."""
+    rows = []
+    for case in report.cases:
+        times = (case.open_s, case.first_sample_s, case.list_s, case.line_s)
+        most = (case.requests_of_steps, case.requests_of_jumps)
+        rows.append(
+            (
+                f"{case.num_rows:,}",
+                "a folder" if case.place == "folder" else "S3",
+                *(f"{statistics.median(seconds):.2f}" for seconds in times),
+                f"{max(case.own_bytes) / 1e6:.0f}",
+                *(f"{max(requests):.0f}" if requests else "" for requests in most),
+            )
+        )
+    return markdown_table(HEADER, rows)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure all cases, print the medians and, with ``--out``, write the report as JSON."""
     parser = argparse.ArgumentParser(prog="python -m fuelrail.bench.micro.browse")
@@ -329,28 +359,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             root = make_dataset(folder, num_rows)
             cases.append(measure_case("folder", root, options.rounds))
             cases.append(measure_case("s3", root, options.rounds))
-    for case in cases:
-        median = statistics.median
-        line = (
-            f"{case.num_rows:,} rows, {case.place}: opened in {median(case.open_s):.2f} s; first "
-            f"sample {median(case.first_sample_s):.2f} s, list {median(case.list_s):.2f} s, time "
-            f"line {median(case.line_s):.2f} s after the page's load; "
-            f"{max(case.own_bytes) / 1e6:.0f} MB"
-        )
-        if case.requests_of_jumps:
-            line += (
-                f"; requests: {max(case.requests_until_first_sample)} until the first sample, "
-                f"{max(case.requests_of_steps):.1f} a step, {max(case.requests_of_jumps)} a jump"
-            )
-        print(line)  # noqa: T201
+    report = BrowseTimes(
+        benchmark="browse", machine=machine_facts(), load=load, latency_s=LATENCY_S, cases=cases
+    )
+    print(render(report))  # noqa: T201
     if options.out is not None:
-        report = BrowseTimes(
-            benchmark="browse",
-            machine=machine_facts(),
-            load=load,
-            latency_s=LATENCY_S,
-            cases=cases,
-        )
         publish_json(options.out, report)
     return 0
 

@@ -114,7 +114,7 @@ def test_browse(quick, tmp_path, monkeypatch):
     assert folder["requests_of_jumps"] == []
     assert s3["requests_of_steps"][0] <= 1
     assert 1 <= s3["requests_of_jumps"][0] <= 4
-    assert "30 rows, s3: opened in" in printed
+    assert "| 30 | S3 |" in printed
 
 
 def test_metadata(quick, monkeypatch):
