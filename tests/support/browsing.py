@@ -20,8 +20,22 @@ if TYPE_CHECKING:
 _IMAGE_OF = {"frame": "image:cam_front", "dtype": "float32"}
 
 
+def ground_channel(rows: int, columns: int) -> dict[str, Any]:
+    """The channel of a map of 40 by 30 m, from 10 m behind ego on, and from 15 m to its left."""
+    return {
+        "name": "ground",
+        "kind": "array",
+        "field": "ground.npy",
+        "dtype": "uint8",
+        "axes": ["x", "y"],
+        "shape": [rows, columns],
+        "frame": "ego",
+        "law": {"name": "ego_grid", "extent_m": [-10.0, 15.0, 30.0, -15.0]},
+    }
+
+
 def drawn_channels(height: int, width: int) -> list[dict[str, Any]]:
-    """The channels of a layer over images of this size: a raster, boxes and points, a map, texts, a number."""
+    """The channels of a layer over images of this size: a raster, boxes and points, texts, a number."""
     depth = {
         "name": "depth",
         "kind": "array",
@@ -49,21 +63,10 @@ def drawn_channels(height: int, width: int) -> list[dict[str, Any]]:
         },
         **_IMAGE_OF,
     }
-    ground = {
-        "name": "ground",
-        "kind": "array",
-        "field": "ground.npy",
-        "dtype": "uint8",
-        "axes": ["x", "y"],
-        "shape": [4, 3],
-        "frame": "ego",
-        "law": {"name": "ego_grid", "extent_m": [-10.0, 15.0, 30.0, -15.0]},
-    }
     fixed = {"law": {"name": "fixed"}}
     return [
         depth,
         marks,
-        ground,
         {"name": "caption", "kind": "text", "field": "caption.txt", **fixed},
         {"name": "words", "kind": "texts", "field": "words.json", **fixed},
         {"name": "loss", "kind": "array", "field": "loss.npy", "dtype": "float32", **fixed},
@@ -77,7 +80,8 @@ def drawn_layer(base: Path, out: Path) -> Path:
     marks = np.array([[30, 20, 50, 40, 10, 30]], np.float32)
     ground = np.zeros((4, 3), np.uint8)
     ground[3, 0] = 2  # 20 to 30 m ahead, 5 to 15 m to the left
-    with fr.LayerWriter(base, out, channels=drawn_channels(48, 64)) as writer:
+    channels = [*drawn_channels(48, 64), ground_channel(4, 3)]
+    with fr.LayerWriter(base, out, channels=channels) as writer:
         for row in range(5):
             values = {"depth": depth, "marks": marks, "ground": ground, "caption": f"row {row}"}
             words = ["a", f"row {row}"]

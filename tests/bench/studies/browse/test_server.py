@@ -21,7 +21,7 @@ from fuelrail.pipeline.format import fetch
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.order.batching import Cursor
 from support.batches import load
-from support.browsing import Client, drawn_channels, drawn_layer
+from support.browsing import Client, drawn_layer, ground_channel
 from support.fault_server import FaultServer
 from support.hostile import edited, small_dataset, small_layer
 from support.hostile_cases import cases
@@ -327,8 +327,7 @@ class TestHostileDatasets:
 
     def test_a_map_that_cannot_be_drawn_says_so(self, root, tmp_path):
         shape = (40_000, 1)
-        channels = [channel for channel in drawn_channels(48, 64) if channel["name"] == "ground"]
-        channels[0]["shape"] = [*shape]
+        channels = [ground_channel(*shape)]
         with fr.LayerWriter(root, tmp_path / "layer", channels=channels) as writer:
             writer.write(0, {"ground": np.ones(shape, np.uint8)})
         writer.finish(partial=True)
