@@ -14,7 +14,7 @@ import concurrent.futures
 import contextlib
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -28,9 +28,12 @@ from fuelrail.pipeline.storage.filesystem import filesystem, shown_url
 if TYPE_CHECKING:
     from fuelrail.pipeline.sample.arrays import Buffer
 
+    OnBytes = Callable[[int], None]
+
 _LOG = logging.getLogger(__name__)
 
 _BLOCKING_THREADS: Final = 16
+_PROGRESS_BYTES: Final = 64 << 10
 _CREDENTIALS_HELD: Final = timedelta(minutes=5)
 _S3_OPTIONS: Final = {
     "key": "access_key_id",
@@ -53,8 +56,11 @@ class RangeClient(Protocol):
 
     kind: str
 
-    async def get(self, name: str, start: int, end: int) -> Buffer:
-        """Return bytes ``start`` to ``end - 1`` of file ``name``; fewer where the file ends."""
+    async def get(self, name: str, start: int, end: int, on_bytes: OnBytes | None = None) -> Buffer:
+        """Return bytes ``start`` to ``end - 1`` of file ``name``; fewer where the file ends.
+
+        ``on_bytes`` is told how many have come, as often as the client knows it.
+        """
 
     def close(self) -> None:
         """Let go of threads; connections end with the process's last user of the file system."""
@@ -80,7 +86,7 @@ class FsspecClient:
                 _BLOCKING_THREADS, "fuelrail-read"
             )
 
-    async def get(self, name: str, start: int, end: int) -> Buffer:
+    async def get(self, name: str, start: int, end: int, on_bytes: OnBytes | None = None) -> Buffer:
         """See RangeClient."""
         path = f"{self._path}/{name}"
         if self._threads is not None:
@@ -90,6 +96,8 @@ class FsspecClient:
         else:
             # fsspec's asynchronous API
             data = await self._fs._cat_file(path, start=start, end=end)  # noqa: SLF001
+        if on_bytes is not None:
+            on_bytes(len(data))
         return data
 
     def close(self) -> None:
@@ -117,6 +125,7 @@ class ObstoreClient:
         from obstore.store import S3Store
 
         self._get = obstore.get_range_async
+        self._open = obstore.get_async
         self._prefix = prefix
         options: dict[str, Any] = {}
         if not config.get("skip_signature") and "access_key_id" not in config:
@@ -140,10 +149,17 @@ class ObstoreClient:
             **options,
         )
 
-    async def get(self, name: str, start: int, end: int) -> Buffer:
+    async def get(self, name: str, start: int, end: int, on_bytes: OnBytes | None = None) -> Buffer:
         """See RangeClient."""
         path = f"{self._prefix}/{name}" if self._prefix else name
-        return memoryview(await self._get(self._store, path, start=start, end=end))
+        if on_bytes is None:
+            return memoryview(await self._get(self._store, path, start=start, end=end))
+        answer = await self._open(self._store, path, options={"range": (start, end)})
+        data = bytearray()
+        async for part in answer.stream(min_chunk_size=_PROGRESS_BYTES):
+            data += part
+            on_bytes(len(data))
+        return memoryview(data)
 
     def close(self) -> None:
         """See RangeClient."""

@@ -64,6 +64,8 @@ class RemoteShards:
     """
 
     look_ahead_bytes = 256 << 20
+    on_bytes: Callable[[int, int, int], None] | None = None
+    """Told of each request how many bytes have come: shard, first byte, number so far."""
 
     def __init__(
         self,
@@ -147,6 +149,8 @@ class RemoteShards:
         """Start fetching a range of a shard."""
         name = self.dataset.shards.name(shard)
         get = partial(self.client.get, name, start, end)
+        if self.on_bytes is not None:
+            get = partial(get, on_bytes=partial(self.on_bytes, shard, start))
         return asyncio.run_coroutine_threadsafe(self.requester.fetch(get, end - start), self.loop)
 
     def fetched_again(

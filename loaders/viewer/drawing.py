@@ -34,6 +34,8 @@ _COLUMNS: Final = 3
 _FONT_SCALE: Final = 0.45
 _SHORT: Final = 8
 _MOST_TEXT: Final = 160
+_MOST_SHAPES: Final = 500
+"""Boxes, and points, of a group of a channel on an image."""
 # Corner numbers as Boxes.corners gives them: bit 2 = rear, bit 1 = right, bit 0 = bottom.
 _EDGES: Final = tuple((a, a | bit) for bit in (1, 2, 4) for a in range(8) if not a & bit)
 _FRONT: Final = ((0, 3), (1, 2))
@@ -260,6 +262,58 @@ def project_segment(
     return a[:2] / a[2], b[:2] / b[2]
 
 
+def project_corners(
+    corners: NDArray[np.float64], ego2img: NDArray[np.float64], size_px: int
+) -> NDArray[np.float64] | None:
+    """Project the corners of a box, [8, 2] pixels, whose convex hull hides what lies behind it.
+
+    None where it hides nothing: a corner is behind the camera, or more than 20 ``size_px`` away.
+    """
+    projected = np.append(corners, np.ones((len(corners), 1)), 1) @ ego2img.T
+    if projected[:, 2].min() < NEAR_M:
+        return None
+    pixels = projected[:, :2] / projected[:, 2:3]
+    return pixels if np.abs(pixels).max() <= 20 * size_px else None
+
+
+def seen_boxes(
+    corners: NDArray[np.float64], ego2img: NDArray[np.float64], size: NDArray[np.integer[Any]]
+) -> list[dict[str, Any]]:
+    """Return each box that a camera with images of this (width, height) sees, the farthest first,
+    for others to draw: its number ``box``, its ``lines`` [K, 4] in pixels (u, v, u, v), and the
+    ``hull`` [M, 2] of it that hides what lies behind, or None. None are seen where ``ego2img`` is
+    not known.
+    """
+    if not np.isfinite(ego2img).all():
+        return []
+    size_px = int(size.max())
+    boxes: list[dict[str, Any]] = []
+    for box, lines in project_boxes(corners, ego2img, size_px):
+        pixels = project_corners(corners[box], ego2img, size_px)
+        hull = None
+        if pixels is not None:
+            hull = cv2.convexHull(pixels.astype(np.float32))[:, 0].round(1)
+        boxes.append({"box": box, "lines": lines.reshape(-1, 4).round(3), "hull": hull})
+    return boxes
+
+
+def shapes_on_image(channel: Channel, value: Any, size: NDArray[np.integer[Any]]) -> dict[str, Any]:
+    """Return what others draw of a channel on an image of this (width, height): of a raster its
+    ``width`` in widths of the image, beyond which its last pixels may lie; else ``boxes`` (left,
+    top, right, bottom) and ``points`` in pixels.
+    """
+    if channel.law.name == "image":
+        width = np.asarray(value).shape[1] * (channel.law.fraction or 1)
+        return {"width": width / max(int(size[0]), 1)}
+    shapes: dict[str, Any] = {}
+    for role in ("boxes", "points"):
+        shapes[role] = []
+        for group in groups_of(value, channel, role):
+            finite = group[np.isfinite(group).all(1)]
+            shapes[role] += finite[:_MOST_SHAPES].round(2).tolist()
+    return shapes
+
+
 def turn_text(ida_mat: NDArray[np.floating[Any]]) -> str:
     """Return those changes of an image that look like faults: a mirror, a rotation of half a
     degree or more.
@@ -282,11 +336,8 @@ def _hide_behind(
     ego2img: NDArray[np.float64],
 ) -> None:
     """Restore the picture inside a box's outline: what lies behind it is not seen."""
-    projected = np.append(corners, np.ones((len(corners), 1)), 1) @ ego2img.T
-    if projected[:, 2].min() < NEAR_M:
-        return
-    pixels = projected[:, :2] / projected[:, 2:3]
-    if np.abs(pixels).max() > 20 * max(tile.shape):
+    pixels = project_corners(corners, ego2img, max(tile.shape))
+    if pixels is None:
         return
     inside = np.zeros(tile.shape[:2], np.uint8)
     cv2.fillConvexPoly(inside, cv2.convexHull(pixels.round().astype(np.int32)), 1)
@@ -403,6 +454,27 @@ def colour_raster(raster: NDArray[Any], fill: float) -> tuple[NDArray[np.bool_],
     return mask, np.asarray(bgr, np.uint8)[..., ::-1]
 
 
+def grid_from_above(channel: Channel, value: NDArray[Any]) -> NDArray[Any]:
+    """Return a value of law ``ego_grid`` as a raster that is seen from above, ahead up, left left.
+
+    Of cells over each other the topmost one is seen that has a value, of several numbers in a cell
+    the largest one; three bytes are a colour.
+    """
+    space = [name for name in ("x", "y", "z") if name in channel.axes]
+    extent_m = np.reshape(channel.law.extent_m or (), (2, len(space)))
+    raster = np.moveaxis(value, [channel.axes.index(name) for name in space], range(len(space)))
+    for axis in range(len(space)):
+        if extent_m[0, axis] < extent_m[1, axis]:
+            raster = np.flip(raster, axis)
+    if "z" in space:
+        has_value = np.isfinite(raster) & (raster != (channel.law.fill or 0))
+        topmost = has_value.argmax(2)
+        raster = np.take_along_axis(raster, np.expand_dims(topmost, 2), 2)[:, :, 0]
+    if raster.ndim > 2 and not (raster.dtype == np.uint8 and raster.shape[2:] == (3,)):
+        raster = raster.reshape(*raster.shape[:2], -1).max(2)
+    return raster
+
+
 def groups_of(value: Any, channel: Channel, role: str) -> Iterator[NDArray[np.float64]]:
     """Yield the groups of columns (M, K) that play a role."""
     for group in channel.law.roles.get(role, ()):
@@ -432,6 +504,19 @@ def value_text(channel: Channel, value: Any) -> str:
     if array.size <= _SHORT and array.dtype.kind in "biuf":
         return str(array.tolist())
     return f"{channel.kind} {array.dtype} {list(array.shape)}"
+
+
+def value_in_words(channel: Channel, value: Any) -> str:
+    """Return the form of a value, and its first and last numbers."""
+    lines = [value_text(channel, value)]
+    parts = value if isinstance(value, dict) else {"": value}
+    for name, part in parts.items():
+        array = np.asarray(part)
+        is_long = array.dtype.kind in "biuf" and array.size > _SHORT
+        if is_long and channel.kind != "image":
+            numbers = np.array2string(array, threshold=24, edgeitems=2, precision=4)
+            lines.append(f"{name} {numbers}")
+    return "\n".join(lines)
 
 
 def _strip(width: int, text: str) -> NDArray[np.uint8]:

@@ -12,10 +12,14 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import ArrayLike, NDArray
 
 from fuelrail.pipeline.channels.table import Channel, Law
-from fuelrail.pipeline.errors import IndexFileError, OrderError
+from fuelrail.pipeline.errors import ConfigError, IndexFileError, OrderError
+from fuelrail.pipeline.format.fetch import comes_whole
+from fuelrail.pipeline.format.index.attributes_file import ATTRIBUTES_FILE
+from fuelrail.pipeline.format.index.samples import INDEX_FILE
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.format.dataset import Dataset
@@ -94,6 +98,34 @@ class Attributes:
             elif name in _INDEX_NUMBERS:
                 columns[name] = pa.chunked_array([index.column(name, self._first, self._end)])
         return pa.table({name: columns[name] for name in names})
+
+
+def has_whole_index(dataset: Dataset) -> bool:
+    """Return whether no part of a dataset's index has to be fetched when it is looked at."""
+    entry = dataset.manifest.file(INDEX_FILE)
+    return dataset.url is None or entry is None or comes_whole(entry)
+
+
+def clip_numbers(dataset: Dataset) -> NDArray[np.int32]:
+    """Return the clips of all samples as numbers, equal where the ids are; where parts of the index
+    would have to be fetched, by the column of attributes, which is a copy of its clip ids.
+
+    Raises ConfigError where there is no such column, IndexFileError for damaged files.
+    """
+    index = dataset.index
+    if has_whole_index(dataset):
+        return index.clip_numbers()
+    file = dataset.attributes_file()
+    if not file.exists:
+        raise ConfigError(
+            f"dataset '{dataset.location}' has no {ATTRIBUTES_FILE}, and the clips of its index "
+            "cannot be told apart before all of it is fetched: copy the dataset to a folder"
+        )
+    file.schema(len(index))  # has as many rows as the index
+    clip_ids = pa.Table.from_batches(file.batches(["clip_id"]))["clip_id"]
+    encoded = pc.fill_null(clip_ids, "").dictionary_encode().combine_chunks()
+    numbers: NDArray[np.int32] = encoded.indices.to_numpy()
+    return numbers
 
 
 class AttributeColumns(NamedTuple):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import (
@@ -65,6 +65,8 @@ ROWS_DTYPE: Final = np.dtype("<i8")
 NO_ROW: Final = -1
 INDEXED: Final = ("key", "clip_id", "split", "frame", "timestamp_ns")
 """Columns that ``attributes.parquet`` has of its own."""
+_NEAR_ROWS: Final = 64
+"""Attributes of rows that are no farther apart are read in one pass."""
 
 Missing: TypeAlias = Literal["error", "mask", "drop"]
 """What a loader does where a layer has no row for a sample."""
@@ -409,7 +411,7 @@ class JoinedAttributes(Attributes):
                 if name not in INDEXED:
                     self._layers[f"{layer.name}.{name}"] = (layer, name)
         entry = dataset.split(split)
-        self._positions = np.arange(entry.first_sample, entry.first_sample + entry.num_samples)
+        self._positions = range(entry.first_sample, entry.first_sample + entry.num_samples)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -427,10 +429,68 @@ class JoinedAttributes(Attributes):
                 columns[name] = base_columns[name]
                 continue
             layer, column = self._layers[name]
-            rows = layer.rows_at(self._positions)
+            rows = layer.rows_at(np.arange(self._positions.start, self._positions.stop))
             stored = pa.Table.from_batches(layer.data.attributes_file().batches([column]))[column]
             columns[name] = stored.take(pa.array(rows, mask=rows < 0))
         return pa.table(columns)
+
+
+def read_attributes(
+    dataset: Dataset,
+    rows: Collection[int],
+    layers: Sequence[Layer] = (),
+    names: Collection[str] | None = None,
+) -> dict[int, dict[str, Any]]:
+    """Return attributes of some samples by row, those of a layer as ``{layer}.{attribute}``; of the
+    file, what is about these rows is read.
+
+    ``names`` are those that are read, also key, clip_id, frame and timestamp_ns of the index; None:
+    all but these. A name that a sample has no value of is absent, or None.
+    """
+    found: dict[int, dict[str, Any]] = {}
+    for row in rows:
+        entry = dataset.index.row(row)
+        found[row] = {
+            name: getattr(entry, name)
+            for name in names or ()
+            if name in INDEXED and name != "split"
+        }
+    places: list[tuple[str, Dataset, dict[int, int]]] = [("", dataset, {row: row for row in rows})]
+    for layer in layers:
+        numbers = {}
+        for row in rows:
+            place = layer.find(row, dataset.index.row(row).key)
+            if place is not None:
+                numbers[place[0]] = row
+        places.append((f"{layer.name}.", layer.data, numbers))
+    for prefix, data, row_of_number in places:
+        file = data.attributes_file()
+        columns = file.schema(len(data)).names if file.exists else []
+        columns = [name for name in columns if name not in INDEXED]
+        if names is not None:
+            columns = [name for name in columns if prefix + name in names]
+        if not columns:
+            continue
+        for stretch in _stretches(row_of_number):
+            number = stretch.start
+            for batch in file.batches(columns, stretch):
+                for record in batch.to_pylist():
+                    if number in row_of_number:
+                        named = {prefix + name: value for name, value in record.items()}
+                        found[row_of_number[number]] |= named
+                    number += 1
+    return found
+
+
+def _stretches(numbers: Iterable[int]) -> list[range]:
+    """Return ranges that hold numbers, those near each other in one."""
+    stretches: list[range] = []
+    for number in sorted(numbers):
+        if stretches and number < stretches[-1].stop + _NEAR_ROWS:
+            stretches[-1] = range(stretches[-1].start, number + 1)
+        else:
+            stretches.append(range(number, number + 1))
+    return stretches
 
 
 def present_samples(layer: Layer, dataset: Dataset, split: str) -> NDArray[np.int64]:

@@ -20,6 +20,20 @@ if TYPE_CHECKING:
 _IMAGE_OF = {"frame": "image:cam_front", "dtype": "float32"}
 
 
+def ground_channel(rows: int, columns: int) -> dict[str, Any]:
+    """The channel of a map of 40 by 30 m, from 10 m behind ego on, and from 15 m to its left."""
+    return {
+        "name": "ground",
+        "kind": "array",
+        "field": "ground.npy",
+        "dtype": "uint8",
+        "axes": ["x", "y"],
+        "shape": [rows, columns],
+        "frame": "ego",
+        "law": {"name": "ego_grid", "extent_m": [-10.0, 15.0, 30.0, -15.0]},
+    }
+
+
 def drawn_channels(height: int, width: int) -> list[dict[str, Any]]:
     """The channels of a layer over images of this size: a raster, boxes and points, texts, a number."""
     depth = {
@@ -64,9 +78,12 @@ def drawn_layer(base: Path, out: Path) -> Path:
     depth = np.full((48, 64), -1.0, np.float32)
     depth[20:30, 20:30] = 7.0
     marks = np.array([[30, 20, 50, 40, 10, 30]], np.float32)
-    with fr.LayerWriter(base, out, channels=drawn_channels(48, 64)) as writer:
+    ground = np.zeros((4, 3), np.uint8)
+    ground[3, 0] = 2  # 20 to 30 m ahead, 5 to 15 m to the left
+    channels = [*drawn_channels(48, 64), ground_channel(4, 3)]
+    with fr.LayerWriter(base, out, channels=channels) as writer:
         for row in range(5):
-            values = {"depth": depth, "marks": marks, "caption": f"row {row}"}
+            values = {"depth": depth, "marks": marks, "ground": ground, "caption": f"row {row}"}
             words = ["a", f"row {row}"]
             writer.write(row, values | {"words": words, "loss": np.float32(row)})
     writer.finish(partial=True)

@@ -13,11 +13,14 @@ import numpy as np
 import simplejpeg
 
 from fuelrail.loaders.decode.arrays import decode_jpeg
+from fuelrail.loaders.storage import open_storage
+from fuelrail.loaders.storage.layers import LayeredStorage
 from fuelrail.loaders.storage.reader import SampleReader
 from fuelrail.loaders.view import ViewOptions, load_sample
 from fuelrail.pipeline.channels.kinds import KINDS
 from fuelrail.pipeline.channels.selection import decode_values
 from fuelrail.pipeline.errors import ConfigError, FuelrailError, needs
+from fuelrail.pipeline.rigid import move_points
 from fuelrail.pipeline.sample.image_header import probe
 
 with needs("`fuelrail browse`", "fuelrail[opencv]"):
@@ -26,17 +29,19 @@ with needs("`fuelrail browse`", "fuelrail[opencv]"):
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from fuelrail.bench.studies.browse.query import Query
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.format.index.row import IndexRow
     from fuelrail.pipeline.format.layers import Layer
-    from fuelrail.pipeline.sample.schema import Sample
+    from fuelrail.pipeline.sample.schema import Boxes, Sample
     from fuelrail.pipeline.transforms.image import ImageAugment
+
+    Values = dict[str, tuple[Channel, Any]]
 
 _MOST_POINTS: Final = 60_000
 """Points of a lidar that are sent; of more, every second one, third one, and so on."""
-_MOST_SHAPES: Final = 500
-"""Boxes, and points, of a channel on an image."""
+_MOST_SIDE: Final = 1 << 15
 _QUALITY: Final = 85
 
 
@@ -65,8 +70,16 @@ class DatasetSamples:
         self.channels = [
             channel for channel in manifest.extra_channels if KINDS.find(channel.kind) is not None
         ]
-        self._reader = SampleReader(dataset)
-        self.sample = lru_cache(16)(self._reader.sample)
+        storage = open_storage(dataset)
+        self._reader = SampleReader(dataset, storage=LayeredStorage(storage))
+        self._num_come: dict[tuple[int, int], int] = {}
+        """Bytes that have come of samples that are fetched, by shard and offset."""
+        if dataset.url is not None:
+            from fuelrail.loaders.storage.remote import RemoteShards
+
+            assert isinstance(storage, RemoteShards)
+            storage.on_bytes = self._count_bytes
+        self.sample = lru_cache(16)(self._read_sample)
         self.thumbnail = lru_cache(2048)(self._make_thumbnail)
         self._values = lru_cache(16)(self._read_values)
 
@@ -78,63 +91,43 @@ class DatasetSamples:
         """Return all of a sample but its pixels and points; of one that cannot be read, the place
         of its bytes and the ``error``.
         """
-        place = _place(self.dataset, self.dataset.index.row(row))
+        place = _describe_place(self.dataset, self.dataset.index.row(row))
         try:
             sample = self.sample(row)
             layers = {}
             for layer in self.layers:
                 entry = layer.find(row, sample.key)
                 if entry is not None:
-                    layers[layer.name] = _place(layer.data, entry[1])
+                    layers[layer.name] = _describe_place(layer.data, entry[1])
         except FuelrailError as error:
             return {"place": place, "error": str(error)}
-        geometry = sample.geometry
-        ego2img = geometry.ego2img()
         boxes = sample.boxes
-        corners = drawing.corners_by_yaw(np.zeros((0, 7)) if boxes is None else boxes.boxes3d)
-        cameras = []
-        for number, channel in enumerate(self.cameras):
-            late_ns = int(geometry.cam_timestamp_ns[number]) - sample.meta.timestamp_ns
-            meta = sample.meta.cameras.get(channel)
-            cameras.append(
-                {
-                    "name": channel,
-                    "is_there": channel in sample.images,
-                    "size": geometry.img_wh[number],
-                    "late_ms": late_ns / 1e6,
-                    "lens": "none" if meta is None else meta.dist_model,
-                    "boxes": _lines(corners, ego2img[number], geometry.img_wh[number]),
-                }
-            )
-        stated = []
-        for number, label in enumerate([] if boxes is None else boxes.label.tolist()):
-            assert boxes is not None
-            stated.append(
-                {
-                    "label": label,
-                    "name": self.dataset.manifest.classes[label] if label >= 0 else "other",
-                    "box": boxes.boxes3d[number].astype(float).round(2),
-                    "speed": float(np.linalg.norm(boxes.velocity[number, :2])),
-                    "points": int(boxes.num_lidar_pts[number]),
-                    "track": f"{int(boxes.instance_id[number]) % 2**64:x}",
-                    "outline": corners[number, drawing.OUTLINE, :2].round(3),
-                }
-            )
+        boxes3d = np.zeros((0, 7)) if boxes is None else boxes.boxes3d
+        corners = drawing.corners_by_yaw(boxes3d)
         facts: dict[str, Any] = msgspec.to_builtins(sample.meta)
         del facts["cameras"]
-        num_points = [len(sample.points.get(name, ())) for name in self.lidars]
+        for name, value in facts.items():
+            if not isinstance(value, str):
+                facts[name] = msgspec.json.encode(value).decode()
         return {
             "place": place,
             "layers": layers,
-            "cameras": cameras,
-            "boxes": None if boxes is None else stated,
-            "num_points": num_points,
+            "cameras": self._describe_cameras(sample, corners),
+            "boxes": None if boxes is None else self._describe_boxes(boxes, corners),
+            "num_points": [len(sample.points.get(name, ())) for name in self.lidars],
             "channels": self._describe_channels(row, sample),
-            "meta": {
-                name: value if isinstance(value, str) else msgspec.json.encode(value).decode()
-                for name, value in facts.items()
-            },
+            "meta": facts,
         }
+
+    def progress(self, row: int) -> dict[str, int]:
+        """Return how many bytes of a sample have come, and of how many; 0 of 0 before its place is
+        known.
+        """
+        if not self.dataset.index.has_row(row):
+            return {"come": 0, "all": 0}
+        entry = self.dataset.index.row(row)
+        place = entry.shard, entry.offset
+        return {"come": self._num_come.get(place, 0), "all": entry.length}
 
     def image(self, row: int, camera: int) -> tuple[str, bytes]:
         """Return the media type and the bytes of an image as stored.
@@ -154,47 +147,73 @@ class DatasetSamples:
             raise ConfigError("the sample has no points of this lidar")
         points = sample.points[name][:, :3]
         lidar2ego = sample.geometry.lidar2keyego(lidar)
+        step = len(points) // _MOST_POINTS + 1
         with np.errstate(all="ignore"):
-            points = points[:: len(points) // _MOST_POINTS + 1].astype(np.float64)
-            moved = (points @ lidar2ego[:3, :3].T + lidar2ego[:3, 3]).astype("<f4")
-        return "application/octet-stream", moved[np.isfinite(moved).all(1)].tobytes()
+            moved = move_points(points[::step].astype(np.float64), lidar2ego).astype("<f4")
+        is_finite = np.isfinite(moved).all(1)
+        return "application/octet-stream", moved[is_finite].tobytes()
 
     def raster(self, row: int, name: str) -> tuple[str, bytes]:
-        """Return a channel of law ``image`` in colours, as a PNG that is clear where it has no
-        value.
+        """Return a channel on an image, or on the ground from above, in colours: a PNG that is
+        clear where it has no value.
         """
-        channel, value = self._values(row)[0].get(name, (None, None))
-        if channel is None or channel.law.name != "image":
+        values, _ = self._values(row)
+        channel, value = values.get(name, (None, None))
+        if channel is None or channel.law.name not in ("image", "ego_grid"):
             raise ConfigError(f"the sample has no raster {name!r}")
-        mask, colours = drawing.colour_raster(np.asarray(value), channel.law.fill or 0.0)
+        raster = np.asarray(value)
+        if not raster.size or max(raster.shape) > _MOST_SIDE:
+            raise ConfigError(f"a raster of {list(raster.shape)} elements cannot be drawn")
+        if channel.law.name == "ego_grid":
+            raster = drawing.grid_from_above(channel, raster)
+        mask, colours = drawing.colour_raster(raster, channel.law.fill or 0.0)
         return "image/png", drawing.png(np.dstack([mask * np.uint8(255), colours]))
 
-    def as_loaded(self, row: int, name: str, seed: int, epoch: int) -> list[dict[str, Any]]:
+    def as_loaded(self, query: Query) -> list[dict[str, Any]]:
         """Return the cameras of a sample as a loader augments them, with boxes.
 
         Raises ConfigError for unknown settings of images, and without torch.
         """
-        if name not in self.images:
-            raise ConfigError(f"no image settings {name!r}; there are: {', '.join(self.images)}")
-        options = ViewOptions(image=self.images[name], train=True, seed=seed, epoch=epoch)
-        batch, loader = load_sample(self.dataset, row, self.sample(row), options)
+        settings = self.images.get(query.name)
+        if settings is None:
+            names = ", ".join(self.images)
+            raise ConfigError(f"no image settings {query.name!r}; there are: {names}")
+        options = ViewOptions(image=settings, train=True, seed=query.seed, epoch=query.epoch)
+        sample = self.sample(query.row)
+        batch, loader = load_sample(self.dataset, query.row, sample, options)
         from fuelrail.loaders.viewer.batch import frames_of
 
         frame = frames_of(batch, 0, loader)[0]
         assert frame.ida_mat is not None
         cameras = []
         for number, channel in enumerate(loader.cameras):
-            pixels = np.ascontiguousarray(frame.images[number].transpose(1, 2, 0))
+            image = frame.images[number].transpose(1, 2, 0)
+            pixels = np.ascontiguousarray(image)
             size = np.array(pixels.shape[1::-1])
             boxes = []
             if frame.boxes is not None:
                 ego2img = frame.ego2img[number].astype(np.float64)
-                for box, lines in _lines(frame.boxes.corners, ego2img, size):
-                    boxes.append((int(frame.boxes.label[box]), lines))
-            turned = drawing.turn_text(frame.ida_mat[number])
-            cameras.append({"name": channel, "size": size, "boxes": boxes, "turned": turned})
-            cameras[-1]["image"] = _jpeg(pixels)  # base64 in JSON
+                boxes = drawing.seen_boxes(frame.boxes.corners, ego2img, size)
+                labels = frame.boxes.label.tolist()
+                for box in boxes:
+                    box["label"] = labels[box["box"]]
+            cameras.append(
+                {
+                    "name": channel,
+                    "size": size,
+                    "boxes": boxes,
+                    "turned": drawing.turn_text(frame.ida_mat[number]),
+                    "image": _jpeg(pixels),  # base64 in JSON
+                }
+            )
         return cameras
+
+    def _read_sample(self, row: int) -> Sample:
+        self._num_come.clear()
+        return self._reader.sample(row)
+
+    def _count_bytes(self, shard: int, start: int, num_bytes: int) -> None:
+        self._num_come[shard, start] = num_bytes
 
     def _make_thumbnail(self, row: int, camera: int, width: int) -> tuple[str, bytes]:
         channel = self._camera(camera)
@@ -206,19 +225,75 @@ class DatasetSamples:
         height = max(round(info.height * width / info.width), 1)
         return "image/jpeg", _jpeg(decode_jpeg(encoded, size=(width, height)))
 
-    def _read_values(self, row: int) -> tuple[dict[str, tuple[Channel, Any]], dict[str, str]]:
+    def _describe_cameras(
+        self, sample: Sample, corners: NDArray[np.float64]
+    ) -> list[dict[str, Any]]:
+        geometry = sample.geometry
+        ego2img = geometry.ego2img()
+        cameras = []
+        for number, channel in enumerate(self.cameras):
+            late_ns = int(geometry.cam_timestamp_ns[number]) - sample.meta.timestamp_ns
+            meta = sample.meta.cameras.get(channel)
+            size = geometry.img_wh[number]
+            cameras.append(
+                {
+                    "name": channel,
+                    "is_there": channel in sample.images,
+                    "size": size,
+                    "late_ms": late_ns / 1e6,
+                    "lens": "none" if meta is None else meta.dist_model,
+                    "boxes": drawing.seen_boxes(corners, ego2img[number], size),
+                }
+            )
+        return cameras
+
+    def _describe_boxes(self, boxes: Boxes, corners: NDArray[np.float64]) -> list[dict[str, Any]]:
+        classes = self.dataset.manifest.classes
+        return [
+            {
+                "label": label,
+                "name": classes[label] if label >= 0 else "other",
+                "box": boxes.boxes3d[number].astype(float).round(2),
+                "speed": float(np.linalg.norm(boxes.velocity[number, :2])),
+                "points": int(boxes.num_lidar_pts[number]),
+                "track": f"{int(boxes.instance_id[number]) % 2**64:x}",
+                "outline": corners[number, drawing.OUTLINE, :2].round(3),
+            }
+            for number, label in enumerate(boxes.label.tolist())
+        ]
+
+    def _describe_channels(self, row: int, sample: Sample) -> list[dict[str, Any]]:
+        """Return the values of all further channels in words, and where they are drawn."""
+        values, faults = self._values(row)
+        described: list[dict[str, Any]] = []
+        for name, (channel, value) in values.items():
+            stated: dict[str, Any] = {"name": name, "text": drawing.value_in_words(channel, value)}
+            law = channel.law
+            if law.name == "ego_grid":
+                stated["ground"] = law.extent_m
+            elif law.name in drawing.ON_IMAGES and law.camera in self.cameras:
+                camera = self.cameras.index(law.camera)
+                stated["camera"] = camera
+                stated |= drawing.shapes_on_image(channel, value, sample.geometry.img_wh[camera])
+            described.append(stated)
+        return described + [{"name": name, "text": text} for name, text in faults.items()]
+
+    def _read_values(self, row: int) -> tuple[Values, dict[str, str]]:
         """Return channel and value of all further channels that a sample has, with those of layers;
         and what is wrong with the others.
         """
         sample = self.sample(row)
-        values: dict[str, tuple[Channel, Any]] = {}
+        values: Values = {}
         faults = {}
         for channel in self.channels:
             try:
-                value = decode_values(sample.extra, [channel], sample.key)[channel.name]
-                values |= {} if value is None else {channel.name: (channel, value)}
+                decoded = decode_values(sample.extra, [channel], sample.key)
             except FuelrailError as error:
                 faults[channel.name] = str(error)
+                continue
+            value = decoded[channel.name]
+            if value is not None:
+                values[channel.name] = channel, value
         for layer in self.layers:
             try:
                 place = layer.find(row, sample.key)
@@ -235,28 +310,13 @@ class DatasetSamples:
                 faults[field] = f"{len(memoryview(data)):,} bytes"
         return values, faults
 
-    def _describe_channels(self, row: int, sample: Sample) -> list[dict[str, Any]]:
-        values, faults = self._values(row)
-        described: list[dict[str, Any]] = []
-        for name, (channel, value) in values.items():
-            law = channel.law
-            camera = self.cameras.index(law.camera) if law.camera in self.cameras else -1
-            stated = {"name": name, "text": _value_in_words(channel, value), "camera": -1}
-            if camera >= 0 and law.name in drawing.ON_IMAGES:
-                stated["camera"] = camera
-                stated |= _drawn(channel, value, int(sample.geometry.img_wh[camera, 0]))
-            described.append(stated)
-        return described + [
-            {"name": name, "text": text, "camera": -1} for name, text in faults.items()
-        ]
-
     def _camera(self, number: int) -> str:
         if number >= len(self.cameras):
             raise ConfigError(f"no camera {number}: the dataset has {len(self.cameras)}")
         return self.cameras[number]
 
 
-def _place(data: Dataset, entry: IndexRow) -> dict[str, Any]:
+def _describe_place(data: Dataset, entry: IndexRow) -> dict[str, Any]:
     """Return where a sample's bytes are."""
     return {
         "key": entry.key,
@@ -271,42 +331,5 @@ def _place(data: Dataset, entry: IndexRow) -> dict[str, Any]:
     }
 
 
-def _lines(
-    corners: NDArray[np.float64], ego2img: NDArray[np.float64], size: NDArray[Any]
-) -> list[tuple[int, NDArray[np.float64]]]:
-    """Return each box that a camera sees with its edges, [K, 4] pixels (u, v, u, v); none where
-    ``ego2img`` is not known.
-    """
-    if not np.isfinite(ego2img).all():
-        return []
-    outlines = drawing.project_boxes(corners, ego2img, int(size.max()))
-    return [(box, lines.reshape(-1, 4).round(3)) for box, lines in outlines]
-
-
-def _drawn(channel: Channel, value: Any, width_px: int) -> dict[str, Any]:
-    """Return what a page draws of a channel on an image: where its raster ends, or its shapes."""
-    if channel.law.name == "image":  # the raster's last pixels may lie beyond the image
-        width = np.asarray(value).shape[1] * (channel.law.fraction or 1)
-        return {"is_raster": True, "shapes": {}, "width": width / max(width_px, 1)}
-    shapes = {}
-    for role in ("boxes", "points"):
-        groups = list(drawing.groups_of(value, channel, role))
-        finite = [group[np.isfinite(group).all(1)][:_MOST_SHAPES].round(2) for group in groups]
-        shapes[role] = np.concatenate(finite) if finite else ()
-    return {"is_raster": False, "shapes": shapes}
-
-
 def _jpeg(pixels: NDArray[np.uint8]) -> bytes:
-    encoded: bytes = simplejpeg.encode_jpeg(pixels, quality=_QUALITY, colorspace="RGB")
-    return encoded
-
-
-def _value_in_words(channel: Channel, value: Any) -> str:
-    """Return the form of a value, and its first and last numbers."""
-    text = drawing.value_text(channel, value)
-    for name, part in (value if isinstance(value, dict) else {"": value}).items():
-        array = np.asarray(part)
-        if array.dtype.kind in "biuf" and array.size > 8 and channel.kind != "image":
-            numbers = np.array2string(array, threshold=24, edgeitems=2, precision=4)
-            text += f"\n{name} {numbers}"
-    return text
+    return bytes(simplejpeg.encode_jpeg(pixels, quality=_QUALITY, colorspace="RGB"))

@@ -25,6 +25,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
+from fuelrail.bench.studies.browse.query import Query
 from fuelrail.bench.studies.browse.rows import DatasetRows
 from fuelrail.bench.studies.browse.sample import DatasetSamples
 from fuelrail.loaders.view import parse_layers
@@ -47,8 +48,6 @@ _HEADERS: Final = {
     "Cache-Control": "no-store",
 }
 _MOST_TEXT: Final = 4000
-_Whole = Annotated[int, Meta(ge=0, le=(1 << 53) - 1)]
-_Text = Annotated[str, Meta(max_length=10_000)]
 
 
 class BrowseOptions(CheckedSettings, frozen=True, kw_only=True):
@@ -67,24 +66,6 @@ class BrowseOptions(CheckedSettings, frozen=True, kw_only=True):
     image: Annotated[
         str | None, flag("image settings of a loader, beside the presets", metavar="YAML")
     ] = None
-
-
-class Query(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a request may ask for; each takes what it needs."""
-
-    row: _Whole = 0
-    first: _Whole = 0
-    count: Annotated[int, Meta(ge=1, le=500)] = 60
-    filter: _Text = ""
-    split: _Text = ""
-    columns: _Text = ""
-    sensor: _Whole = 0
-    width: Annotated[int, Meta(ge=16, le=640)] = 240
-    name: _Text = ""
-    seed: _Whole = 0
-    epoch: _Whole = 0
-    step: _Whole = 0
-    batch: Annotated[int, Meta(ge=1, le=(1 << 53) - 1)] = 16
 
 
 class Answer(NamedTuple):
@@ -109,26 +90,19 @@ class Browser:
         # A media type with bytes is sent as it is, all else as JSON.
         self._calls: dict[str, Callable[[Query], Any]] = {
             "/api/dataset": lambda _: self._describe(),
-            "/api/rows": lambda q: rows.page(
-                q.filter,
-                q.split,
-                first=q.first,
-                count=q.count,
-                names=q.columns.split("\n") if q.columns else (),
-            ),
-            "/api/clips": lambda q: rows.clips(q.filter, q.split, q.first, q.count),
-            "/api/clip": lambda q: rows.clip(q.row),
-            "/api/sample": lambda q: samples.describe(q.row),
-            "/api/attributes": lambda q: rows.attributes(q.row),
-            "/api/loaded": lambda q: samples.as_loaded(q.row, q.name, q.seed, q.epoch),
-            "/api/order": lambda q: rows.step_of_order(
-                q.name, q.split, epoch=q.epoch, step=q.step, global_batch=q.batch
-            ),
-            "/api/run": lambda q: rows.step_of_run(q.step),
-            "/image": lambda q: samples.image(q.row, q.sensor),
-            "/thumbnail": lambda q: samples.thumbnail(q.row, q.sensor, q.width),
-            "/raster": lambda q: samples.raster(q.row, q.name),
-            "/points": lambda q: samples.points(q.row, q.sensor),
+            "/api/rows": rows.page,
+            "/api/clips": rows.clips,
+            "/api/clip": lambda query: rows.clip(query.row),
+            "/api/progress": lambda query: samples.progress(query.row),
+            "/api/sample": lambda query: samples.describe(query.row),
+            "/api/attributes": lambda query: rows.attributes(query.row),
+            "/api/loaded": samples.as_loaded,
+            "/api/order": rows.step_of_order,
+            "/api/run": lambda query: rows.step_of_run(query.step),
+            "/image": lambda query: samples.image(query.row, query.sensor),
+            "/thumbnail": lambda query: samples.thumbnail(query.row, query.sensor, query.width),
+            "/raster": lambda query: samples.raster(query.row, query.name),
+            "/points": lambda query: samples.points(query.row, query.sensor),
         }
         self._token = secrets.token_urlsafe(24)
         try:
@@ -169,8 +143,11 @@ class Browser:
         if url.path == "/" and self._is_token(fields.get("token", "")):
             cookie = f"{self._cookie}={self._token}; Path=/; HttpOnly; SameSite=Strict"
             return Answer(303, "text/plain", b"", {"Set-Cookie": cookie, "Location": "/"})
-        pairs = dict(part.strip().partition("=")[::2] for part in cookies.split(";"))
-        if not self._is_token(pairs.get(self._cookie, "")):
+        values = {}
+        for part in cookies.split(";"):
+            name, _, value = part.strip().partition("=")
+            values[name] = value
+        if not self._is_token(values.get(self._cookie, "")):
             return _refuse(403, "open the address that `fuelrail browse` printed")
         if url.path in self._files:
             file = self._files[url.path]
@@ -199,10 +176,10 @@ class Browser:
     def _describe(self) -> dict[str, Any]:
         dataset = self._rows.dataset
         manifest = dataset.manifest
-        history = self._rows.history
         return {
             "name": manifest.name,
             "location": dataset.location,
+            "is_remote": dataset.url is not None,
             "num_samples": len(dataset),
             "num_clips": manifest.num_clips,
             "splits": {name: entry.num_samples for name, entry in dataset.splits.items()},
@@ -215,7 +192,7 @@ class Browser:
             "images": list(self._samples.images),
             "layers": [layer.name for layer in self._rows.layers],
             "orders": list(self._rows.orders),
-            "num_steps_of_run": None if history is None else history.num_steps,
+            "num_steps_of_run": None if self._rows.run is None else len(self._rows.run),
         }
 
 
@@ -233,9 +210,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         headers = self.headers
-        site = headers.get("Sec-Fetch-Site", "")
-        hosts = headers.get_all("Host", [])
-        self._send(self._answer(self.path, hosts, headers.get("Cookie", ""), site))
+        answer = self._answer(
+            self.path,
+            hosts=headers.get_all("Host", []),
+            cookies=headers.get("Cookie", ""),
+            site=headers.get("Sec-Fetch-Site", ""),
+        )
+        self._send(answer)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         self.close_connection = True
@@ -249,8 +230,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send(self, answer: Answer) -> None:
         self.send_response(answer.status)
-        size = {"Content-Type": answer.media_type, "Content-Length": str(len(answer.body))}
-        for name, value in {**size, **_HEADERS, **answer.headers}.items():
+        self.send_header("Content-Type", answer.media_type)
+        self.send_header("Content-Length", str(len(answer.body)))
+        for name, value in {**_HEADERS, **answer.headers}.items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(answer.body)
@@ -271,8 +253,10 @@ def browse(
     opened = open_dataset(dataset)
     places = options.layers or {}
     layers = [open_layer(name, place, opened, "mask") for name, place in places.items()]
-    files = {} if options.image is None else {Path(options.image).stem: Path(options.image)}
-    files |= preset_files(ImageAugment)
+    files = preset_files(ImageAugment)
+    if options.image is not None:
+        own = Path(options.image)
+        files = {own.stem: own} | files
     images = {name: load_yaml(file, ImageAugment) for name, file in files.items()}
     rows = DatasetRows(opened, layers, options.order, options.ledger)
     return Browser(rows, DatasetSamples(opened, layers, images), options.port)

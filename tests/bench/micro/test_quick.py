@@ -13,7 +13,8 @@ import pyarrow as pa
 import pytest
 import safetensors.numpy
 
-from fuelrail.bench.micro import metadata, rate, timing
+from fuelrail.bench.micro import browse, metadata, rate, timing
+from fuelrail.bench.micro.chromium import CHROMIUM
 from fuelrail.bench.micro.source import CAMERAS, NUM_BOXES
 from fuelrail.pipeline.format.index.samples import SampleIndex, write_index
 from fuelrail.pipeline.sample.schema import GEOMETRY, META, decode_sample
@@ -94,6 +95,26 @@ def test_sharding_and_a_case_that_is_measured_again(quick, tmp_path, capsys, mon
     with pytest.raises(SystemExit):
         rate.main(["--quick", "--cpus", "100000", "--dir", str(out)])
     assert "--cpus 100000: there are" in capsys.readouterr().err
+
+
+@pytest.mark.long
+@pytest.mark.network
+@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed here")
+def test_browse(quick, tmp_path, monkeypatch):
+    for name, number in {"NUM_FRAMES": 2, "NUM_STEPS": 1, "NUM_JUMPS": 1}.items():
+        monkeypatch.setattr(browse, name, number)
+    words = ["--rows", 30, "--rounds", 1, "--dir", tmp_path / "data"]
+    report, printed = quick(browse.main, *words)
+    folder, s3 = report["cases"]
+    assert [(case["place"], case["num_rows"]) for case in (folder, s3)] == [
+        ("folder", 30),
+        ("s3", 30),
+    ]
+    assert all(case["first_sample_s"][0] > 0 and case["own_bytes"][0] > 0 for case in (folder, s3))
+    assert folder["requests_of_jumps"] == []
+    assert s3["requests_of_steps"][0] <= 1
+    assert 1 <= s3["requests_of_jumps"][0] <= 4
+    assert "| 30 | S3 |" in printed
 
 
 def test_metadata(quick, monkeypatch):

@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 
-from fuelrail.loaders.storage import open_storage
+from fuelrail.loaders.storage import clients, open_storage
 from fuelrail.loaders.storage.clients import (
     FsspecClient,
     ObstoreClient,
@@ -85,6 +85,20 @@ def test_the_better_client_is_the_default(bucket, tmp_path):
     )
     with pytest.raises(ConfigError, match="obstore cannot read"):
         make_client(bucket[0], {"config_kwargs": {}}, kind="obstore")
+
+
+def test_bytes_are_told_while_they_come(bucket, pristine, tmp_path, monkeypatch):
+    monkeypatch.setattr(clients, "_PROGRESS_BYTES", 1000)
+    dataset = open_dataset(bucket[0], cache_dir=tmp_path)
+    storage = open_storage(dataset)
+    heard = []
+    storage.on_bytes = lambda *progress: heard.append(progress)
+    row = dataset.index.row(0)
+    assert bytes(storage.span(0, row)) == spans_of(pristine)[0]
+    assert {progress[:2] for progress in heard} == {(row.shard, row.offset)}
+    counts = [progress[2] for progress in heard]
+    assert counts == sorted(counts)
+    assert counts[-1] == row.length
 
 
 @pytest.mark.parametrize("client", CLIENTS)

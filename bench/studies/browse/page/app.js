@@ -74,6 +74,7 @@ async function askList() {
 
 async function loadList() {
   const turn = ++listed;
+  if (state.alone) return; // the list is not seen
   try {
     const answer = await busy("Loading the list …", askList());
     if (turn !== listed) return;
@@ -98,7 +99,7 @@ function drawList({ text }) {
   const children = [];
   let clipBefore = null;
   for (const tile of tiles) {
-    if (state.list === "samples" && tile.clip !== clipBefore) children.push(make("h3", {}, tile.clip));
+    if (state.list === "samples" && tile.clip !== clipBefore) children.push(make("li", { class: "clip" }, tile.clip));
     clipBefore = tile.clip;
     children.push(make("li", {}, tileOf(tile)));
   }
@@ -172,6 +173,7 @@ function listen() {
     $("link").textContent = "Link copied";
     setTimeout(() => { $("link").textContent = "Copy link"; }, 1500);
   });
+  $("skip").addEventListener("click", () => $("key").focus());
   $("help-button").addEventListener("click", () => $("help").showModal());
   addEventListener("hashchange", () => { read(); drawForms(); loadList(); openSample(Number(state.row) || 0); });
   addEventListener("keydown", pressKey);
@@ -184,7 +186,7 @@ const KEYS = {
   "]": () => moveInList(1),
   b: () => $("has-boxes").click(),
   a: () => { write({ loaded: state.loaded ? "" : dataset.images[0] ?? "" }); drawSample(); },
-  l: () => { write({ alone: state.alone ? "" : "1" }); drawForms(); },
+  l: () => { write({ alone: state.alone ? "" : "1" }); drawForms(); loadList(); },
   "/": () => $("filter").focus(),
   "?": () => $("help").showModal(),
   Escape: () => { write({ camera: "" }); drawSample(); },

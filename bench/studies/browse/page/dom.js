@@ -30,23 +30,37 @@ export async function ask(path, query = {}, signal) {
   return answer;
 }
 
-const waiting = new Map();
+const waiting = new Set();
 
-/** Say what is waited for, once it takes longer than a moment, until the promise ends. */
-export async function busy(text, promise) {
-  const entry = Symbol(text);
-  const show = () => {
-    const texts = [...waiting.values()];
-    $("busy").hidden = !texts.length;
-    $("busy").textContent = texts.at(-1) ?? "";
+function showWaiting() {
+  const last = [...waiting].at(-1);
+  $("busy").hidden = !last;
+  $("busy-text").textContent = last?.text ?? "";
+  $("busy-share").hidden = !last?.all;
+  $("busy-share").value = last?.all ? last.come / last.all : 0;
+  $("busy-bytes").textContent = last?.all ? `${bytes(last.come)} of ${bytes(last.all)}` : "";
+}
+
+/** Say what is waited for, once it takes longer than a moment, until the promise ends; `progress` asks how many bytes have come. */
+export async function busy(text, promise, progress) {
+  const entry = { text, come: 0, all: 0 };
+  let timer = null;
+  const look = async () => {
+    waiting.add(entry);
+    showWaiting();
+    if (!progress) return;
+    Object.assign(entry, await progress().catch(() => null));
+    if (!waiting.has(entry)) return;
+    showWaiting();
+    timer = setTimeout(look, 100);
   };
-  const timer = setTimeout(() => { waiting.set(entry, text); show(); }, 200);
+  timer = setTimeout(look, 200);
   try {
     return await promise;
   } finally {
     clearTimeout(timer);
     waiting.delete(entry);
-    show();
+    showWaiting();
   }
 }
 

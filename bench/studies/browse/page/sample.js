@@ -15,7 +15,8 @@ export async function show(row) {
   const { signal } = asked;
   $("sample").setAttribute("aria-busy", "true");
   try {
-    const sample = await busy(`Loading sample ${row} from ${dataset.location} …`, ask("/api/sample", { row }, signal));
+    const progress = dataset.is_remote ? () => ask("/api/progress", { row }, signal) : null;
+    const sample = await busy(`Loading sample ${row} from ${dataset.location} …`, ask("/api/sample", { row }, signal), progress);
     shown = { row, attributes: [], ...sample };
     drawSample(signal);
     const attributes = await ask("/api/attributes", { row }, signal).catch((error) => ({ "": error.message }));
@@ -57,7 +58,7 @@ function drawTools() {
     return make("label", { class: "chip" },
       make("input", { type: "checkbox", checked: !names("hide").has(String(label)), onchange }), swatch, `${name} ${number}`);
   }));
-  const drawn = (shown.channels ?? []).filter((channel) => channel.camera >= 0);
+  const drawn = (shown.channels ?? []).filter((channel) => channel.camera >= 0 || channel.ground);
   $("drawn").replaceChildren(...drawn.map(({ name }) => make("label", { class: "chip" },
     make("input", { type: "checkbox", checked: names("draw").has(name), onchange: () => { toggle("draw", name); drawSample(); } }), name)));
   $("loaded").value = state.loaded;
@@ -85,33 +86,57 @@ function pair(number) {
     width: camera.size[0], height: camera.size[1], fetchpriority: "high",
   });
   image.style.height = "auto";
-  const boxes = camera.boxes.map(([box, lines]) => ({ box, label: shown.boxes[box].label, name: shown.boxes[box].name, lines }));
+  const boxes = camera.boxes.map((each) => ({ ...each, label: shown.boxes[each.box].label, name: shown.boxes[each.box].name }));
   wrapper.append(make("figure", {}, caption,
     make("div", { class: "picture" }, image, ...rasters(number), overlay(camera.size, boxes, shapes(number)))));
   return wrapper;
 }
 
-const drawnOn = (camera) => shown.channels.filter((channel) => channel.camera === camera && names("draw").has(channel.name));
+const isChosen = ({ name }) => names("draw").has(name);
 
-const rasters = (camera) => drawnOn(camera).filter((channel) => channel.is_raster).map(({ name, width }) => {
+const drawnOn = (camera) => shown.channels.filter((channel) => channel.camera === camera && isChosen(channel));
+
+const rasters = (camera) => drawnOn(camera).filter((channel) => channel.width).map(({ name, width }) => {
   const image = make("img", { class: "raster", src: address("/raster", { row: shown.row, name }), alt: `Channel ${name}` });
   image.style.width = `${100 * width}%`;
   return image;
 });
 
-const shapes = (camera) => drawnOn(camera).flatMap(({ shapes: { boxes = [], points = [] } }) => [
+const shapes = (camera) => drawnOn(camera).flatMap(({ boxes = [], points = [] }) => [
   ...boxes.map(([u, v, right, bottom], n) => draw("rect", { x: u, y: v, width: Math.max(right - u, 0), height: Math.max(bottom - v, 0), stroke: colour(n) })),
   ...points.map(([u, v], n) => draw("circle", { cx: u, cy: v, r: 3, fill: colour(n) })),
 ]);
 
+/** Channels on the ground from above: ahead is up, y is to the left. */
+const grounds = () => shown.channels.filter((channel) => channel.ground && isChosen(channel)).map(({ name, ground }) => {
+  const half = ground.length / 2; // the first cells' borders along x, y (and z), then the last ones'
+  const [left, right] = [-ground[1], -ground[half + 1]].sort((a, b) => a - b);
+  const [top, bottom] = [-ground[0], -ground[half]].sort((a, b) => a - b);
+  return draw("image", {
+    href: address("/raster", { row: shown.row, name }), x: left, y: top, width: right - left, height: bottom - top, preserveAspectRatio: "none",
+  }, draw("title", {}, name));
+});
+
 const colour = (number) => dataset.colours[number % Math.max(dataset.classes.length, 1)] ?? "#ffffff";
 
-/** Boxes and shapes in pixels whose centres are whole numbers, as the calibration has them. */
+const MOST_HULLS = 100;
+let numHulls = 0;
+
+/** Boxes, the farthest first, and shapes in pixels whose centres are whole numbers, as the calibration has them. */
 function overlay([width, height], boxes, others = []) {
-  const groups = boxes.map(({ box, label, name, lines }) => draw("g", { "data-box": box, "data-label": label },
-    draw("title", {}, name),
-    draw("path", { stroke: dataset.colours[label], d: lines.map(([a, b, c, d]) => `M${a} ${b}L${c} ${d}`).join("") })));
-  return draw("svg", { viewBox: `-0.5 -0.5 ${width} ${height}`, preserveAspectRatio: "none", "aria-hidden": "true" }, ...groups, ...others);
+  const clips = [];
+  let drawn = [];
+  for (const [place, { box, label, name, lines, hull }] of boxes.entries()) {
+    if (hull && drawn.length && boxes.length - place <= MOST_HULLS) { // what is drawn so far is behind this box
+      const id = `hull-${++numHulls}`;
+      clips.push(draw("clipPath", { id }, draw("path", { "clip-rule": "evenodd", d: `M-1e6-1e6H1e6V1e6H-1e6ZM${hull.join("L")}Z` })));
+      drawn = [draw("g", { "clip-path": `url(#${id})`, "data-hides": label }, ...drawn)];
+    }
+    drawn.push(draw("g", { "data-box": box, "data-label": label }, draw("title", {}, name),
+      draw("path", { stroke: dataset.colours[label], d: lines.map(([a, b, c, d]) => `M${a} ${b}L${c} ${d}`).join("") })));
+  }
+  return draw("svg", { viewBox: `-0.5 -0.5 ${width} ${height}`, preserveAspectRatio: "none", "aria-hidden": "true" },
+    draw("defs", {}, ...clips), ...drawn, ...others);
 }
 
 export function hideClasses() {
@@ -119,6 +144,7 @@ export function hideClasses() {
   for (const group of document.querySelectorAll("svg g[data-label]")) {
     group.classList.toggle("is-off", state.boxes !== "1" || hidden.has(group.dataset.label));
   }
+  for (const group of document.querySelectorAll("svg g[data-hides]")) group.classList.toggle("is-seen", hidden.has(group.dataset.hides));
 }
 
 const mark = (box, is) => {
@@ -131,7 +157,7 @@ async function showLoaded(signal) {
     const cameras = await busy("The loader augments it …", ask("/api/loaded", query, signal));
     const places = [...$("cameras").children];
     for (const { name, size, boxes, turned, image } of cameras) {
-      const drawn = boxes.map(([label, lines]) => ({ label, name: dataset.classes[label] ?? "other", lines }));
+      const drawn = boxes.map((each) => ({ ...each, name: dataset.classes[each.label] ?? "other" }));
       const caption = make("figcaption", {}, `as loaded${turned}`, make("span", {}, size.join("×")));
       const picture = make("div", { class: "picture" }, make("img", { src: `data:image/jpeg;base64,${image}`, alt: `Camera ${name} as loaded` }), overlay(size, drawn));
       places.find((place) => place.dataset.camera === name)?.append(make("figure", { class: "as-loaded" }, caption, picture));
@@ -144,7 +170,7 @@ async function showLoaded(signal) {
 
 function above(signal) {
   const range = Number(state.range);
-  if (!shown.boxes && !shown.num_points.some(Boolean)) return null;
+  if (!shown.boxes && !shown.num_points.some(Boolean) && !shown.channels.some((channel) => channel.ground)) return null;
   const canvas = make("canvas", { width: 900, height: 900, "aria-hidden": "true" });
   const rings = [10, 20, 40, 80].filter((radius) => radius < range).flatMap((radius) => [
     draw("circle", { class: "ring", r: radius }),
@@ -160,7 +186,7 @@ function above(signal) {
       draw("path", { d: `M${middle}L${tip}`, stroke: dataset.colours[label] }));
   });
   const lines = draw("svg", { viewBox: `${-range} ${-range} ${2 * range} ${2 * range}`, role: "img", "aria-label": "Boxes from above; ahead is up" },
-    ...rings, draw("polygon", { points: "0,-2.5 1,1 -1,1", stroke: "#ffffff" }), ...boxes);
+    ...grounds(), ...rings, draw("polygon", { points: "0,-2.5 1,1 -1,1", stroke: "#ffffff" }), ...boxes);
   shown.num_points.forEach(async (number, sensor) => {
     if (!number) return;
     const read = (response) => (response.ok ? response.arrayBuffer() : null);
@@ -192,7 +218,7 @@ function drawPoints(canvas, points, range) {
 const table = (heads, rows, kind = "") => make("table", {},
   make("thead", {}, make("tr", {}, ...heads.map((head, n) => make("th", { scope: "col", class: n && kind }, head)))), make("tbody", {}, ...rows));
 
-const card = (id, title, ...children) => make("section", { class: "card", id, "aria-label": title }, make("h3", {}, title), ...children);
+const card = (id, title, ...children) => make("section", { class: "card", id, tabindex: "0", "aria-label": title }, make("h3", {}, title), ...children);
 
 function boxTable() {
   if (!shown.boxes) return null;

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
+import itertools
 import json
+import threading
+from functools import partial
+from typing import TYPE_CHECKING
 
 import cv2
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 import fuelrail as fr
 from fuelrail import bench
+from fuelrail.bench.micro.chromium import CHROMIUM, open_page
 from fuelrail.loaders.viewer import drawing
-from support.browsing import drawn_layer
-from support.chromium import CHROMIUM, open_page
+from fuelrail.pipeline.format.dataset import open_dataset
+from fuelrail.pipeline.sample.schema import Boxes, decode_arrays, encode_arrays
+from support.browsing import drawn_channels, drawn_layer
+from support.fault_server import FaultServer, Misbehaviour
 from support.hostile import edited, small_dataset
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 pytestmark = [
     pytest.mark.network,
@@ -35,7 +47,7 @@ LINES = """
 [...document.querySelectorAll('#cameras .pair')].map((pair) => {
   const image = pair.querySelector('img');
   const place = image.getBoundingClientRect();
-  return [...pair.querySelectorAll('svg path')].flatMap((path) => {
+  return [...pair.querySelectorAll('svg g > path')].flatMap((path) => {
     const matrix = path.getScreenCTM();
     return path.getAttribute('d').match(/[^ML]+/g).map((text) => {
       const [u, v] = text.trim().split(' ').map(Number);
@@ -96,8 +108,43 @@ def test_boxes_are_where_view_draws_them(page, root, monkeypatch):
         assert np.abs(np.array(ours) - theirs).max() < 0.1
 
 
+# Which boxes' edges are under the middle of the first edge of box 1, and whether it is seen through hidden classes.
+EDGES = """
+(() => {
+  const path = document.querySelector('#cameras .pair[data-camera=cam_front] g[data-box="1"] > path');
+  const [[u, v], [right, bottom]] = path.getAttribute('d').match(/[^ML]+/g).slice(0, 2)
+    .map((text) => text.trim().split(' ').map(Number));
+  const point = new DOMPoint((u + right) / 2, (v + bottom) / 2).matrixTransform(path.getScreenCTM());
+  return document.elementsFromPoint(point.x, point.y)
+    .map((element) => element.parentNode.dataset?.box).filter((box) => box !== undefined);
+})()
+"""
+
+
+IN_A_ROW = [[12, 0, 0, 2, 6, 5, 0], [25, 0, 0, 2, 2, 2, 0], [-20, 0, 0, 2, 2, 2, 0]]
+
+
+def test_a_nearer_box_hides_what_is_behind_it(root, tmp_path):
+    """Not once its class is hidden."""
+    with edited(root, tmp_path / "d") as parts:
+        member = parts.samples[3].members["boxes.safetensors"]
+        boxes = decode_arrays(member.raw, Boxes)
+        boxes3d = np.array(IN_A_ROW, np.float32)
+        label = np.array([0, 1, 1], np.int16)
+        member.raw = encode_arrays(dataclasses.replace(boxes, boxes3d=boxes3d, label=label))
+    with (
+        bench.browse(tmp_path / "d") as browser,
+        open_page(f"{browser.url}#row=3", tmp_path / "profile") as page,
+    ):
+        page.wait(IS_SHOWN)
+        assert page.run(EDGES) == []
+        page.run("document.querySelector('#classes input').click()")
+        assert page.run(EDGES) == ["1"]
+        assert page.complaints == []
+
+
 def test_boxes_are_hidden_by_key_and_by_class(page):
-    count = "[...document.querySelectorAll('#cameras svg g')].filter((g) => !g.matches('.is-off')).length"
+    count = "[...document.querySelectorAll('#cameras svg g[data-label]')].filter((g) => !g.matches('.is-off')).length"
     all_boxes = page.run(count)
     assert all_boxes > 0
     page.run("document.querySelector('#classes input').click()")
@@ -146,6 +193,9 @@ def test_channels_of_a_layer_are_drawn(page):
     )
     page.wait("document.querySelectorAll('#cameras svg rect').length === 1")
     page.wait("document.querySelector('img.raster')?.naturalWidth === 64")
+    sides = "['x', 'y', 'width', 'height'].map((name) => Number(image.getAttribute(name)))"
+    image = "document.querySelector('#above image')"
+    assert page.run(f"((image) => {sides})({image})") == [-15, -30, 30, 40]
 
 
 def test_a_sample_is_shown_as_loaded_beside_the_stored_one(page):
@@ -181,8 +231,72 @@ def test_everything_that_takes_input_has_a_name(page):
             seen.add(role)
             assert node["name"]["value"], node
     assert {"button", "checkbox", "slider"} <= seen
-    page.resize(360, 700)
-    assert page.run("document.documentElement.scrollWidth") <= 360
+    page.resize(320, 640)
+    assert page.run("document.documentElement.scrollWidth") <= 320
+
+
+FOCUSED = "document.activeElement.id || document.activeElement.className"
+
+
+def test_the_keyboard_reaches_everything_in_the_order_in_which_it_is_seen(page):
+    reached = []
+    for _ in range(60):
+        page.press("Tab")
+        focused = page.run(FOCUSED)
+        if focused == "skip" and reached:
+            break
+        reached.append(focused)
+    for first, second in itertools.pairwise(
+        [
+            "skip",
+            "split",
+            "filter",
+            "help-button",
+            "tile",
+            "link",
+            "frames",
+            "has-boxes",
+            "loaded",
+            "place",
+        ]
+    ):
+        assert reached.index(first) < reached.index(second)
+    page.run("document.querySelector('#skip').focus()")
+    page.press("Enter")
+    page.wait("document.activeElement.id === 'key'")
+    scrolls = (
+        "[...document.querySelectorAll('main *')].filter((e) => e.scrollHeight > e.clientHeight + 1"
+    )
+    scrolls += " && getComputedStyle(e).overflowY === 'auto' && e.matches('.card'))"
+    assert page.run(f"{scrolls}.every((element) => element.tabIndex === 0)")
+    assert page.run(
+        "[...document.querySelector('#tiles').children].every((e) => e.tagName === 'LI')"
+    )
+
+
+def test_bytes_of_a_remote_sample_are_told_while_it_loads(root, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    come = threading.Event()
+
+    def wait(request):
+        is_sample = request.name.endswith(".tar") and request.number > 0
+        return Misbehaviour(status=None if come.is_set() else 503) if is_sample else Misbehaviour()
+
+    with (
+        FaultServer(root, wait) as server,
+        bench.browse(server.url) as browser,
+        open_page(f"{browser.url}#row=3", tmp_path / "profile") as page,
+    ):
+        length = open_dataset(root).index.row(3).length
+        page.wait(
+            f"document.querySelector('#busy-bytes')?.textContent.endsWith('of {length / 1000:.1f} kB')"
+        )
+        assert page.run("document.querySelector('#busy-text').textContent").startswith(
+            "Loading sample 3"
+        )
+        come.set()
+        page.wait(IS_SHOWN)
+        assert page.run("document.querySelector('#busy').hidden")
 
 
 HOSTILE = (
@@ -190,15 +304,31 @@ HOSTILE = (
 )
 
 
-def rename_night(file: bytes) -> bytes:
+def edited_night(file: bytes, *, is_value: bool) -> bytes:
+    """The attributes with the column ``night`` renamed, or with other values."""
     table = pq.read_table(io.BytesIO(file))
-    names = [HOSTILE if name == "night" else name for name in table.schema.names]
+    place = table.schema.get_field_index("night")
+    if is_value:
+        table = table.set_column(place, "night", pa.array([HOSTILE] * len(table)))
+    else:
+        names = [HOSTILE if name == "night" else name for name in table.schema.names]
+        table = table.rename_columns(names)
     out = io.BytesIO()
-    pq.write_table(table.rename_columns(names), out)
+    pq.write_table(table, out)
     return out.getvalue()
 
 
-@pytest.mark.parametrize("place", ["names", "keys", "meta", "columns"])
+def hostile_layer(base: Path, out: Path) -> Path:
+    """A layer whose texts are hostile."""
+    texts = [channel for channel in drawn_channels(48, 64) if channel["kind"].startswith("text")]
+    with fr.LayerWriter(base, out, channels=texts) as writer:
+        for row in range(8):
+            writer.write(row, {"caption": HOSTILE, "words": [HOSTILE, HOSTILE]})
+    writer.finish()
+    return out
+
+
+@pytest.mark.parametrize("place", ["names", "keys", "meta", "columns", "values", "texts"])
 def test_hostile_names_are_text(place, root, tmp_path):
     with edited(root, tmp_path / "d") as parts:
         if place == "names":
@@ -211,11 +341,15 @@ def test_hostile_names_are_text(place, root, tmp_path):
                 meta.raw = json.dumps(fields).encode()
             if place == "keys":
                 sample.key = f"k{number}<b onclick=alert(1)>"
-        if place == "columns":
-            parts.edit_files["attributes.parquet"] = rename_night
+        if place in ("columns", "values"):
+            edit = partial(edited_night, is_value=place == "values")
+            parts.edit_files["attributes.parquet"] = edit
+    layers = None
+    if place == "texts":
+        layers = {"t": str(hostile_layer(tmp_path / "d", tmp_path / "layer"))}
     with (
-        bench.browse(tmp_path / "d") as browser,
-        open_page(f"{browser.url}#row=3&boxes=1", tmp_path / "profile") as page,
+        bench.browse(tmp_path / "d", layers=layers) as browser,
+        open_page(f"{browser.url}#row=3&columns=night", tmp_path / "profile") as page,
     ):
         page.wait("document.querySelectorAll('.tile').length > 0")
         page.wait("document.querySelector('#place') !== null")

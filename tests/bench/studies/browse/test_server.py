@@ -17,10 +17,11 @@ import simplejpeg
 
 import fuelrail as fr
 from fuelrail import bench
+from fuelrail.pipeline.format import fetch
 from fuelrail.pipeline.format.dataset import open_dataset
 from fuelrail.pipeline.order.batching import Cursor
 from support.batches import load
-from support.browsing import Client, drawn_layer
+from support.browsing import Client, drawn_layer, ground_channel
 from support.fault_server import FaultServer
 from support.hostile import edited, small_dataset, small_layer
 from support.hostile_cases import cases
@@ -139,8 +140,8 @@ class TestSample:
         found = client.json("/api/sample", row=1)
         channels = {channel["name"]: channel for channel in found["channels"]}
         assert channels["seen.caption"]["text"] == "row 1"
-        assert channels["seen.marks"]["shapes"]["boxes"] == [[30, 20, 50, 40]]
-        assert channels["seen.marks"]["shapes"]["points"] == [[10, 30]]
+        assert channels["seen.marks"]["boxes"] == [[30, 20, 50, 40]]
+        assert channels["seen.marks"]["points"] == [[10, 30]]
         assert client.json("/api/attributes", row=1) == {"night": False, "seen.loss": 1.0}
         assert found["layers"]["seen"]["shard"] == "layer-000000.tar"
         assert client.json("/api/attributes", row=7) == {"night": False}
@@ -167,6 +168,16 @@ class TestSample:
         assert pixels.shape == (48, 64, 4)
         assert (pixels[20:30, 20:30, 3] == 255).all()
         assert pixels[..., 3].sum() == 255 * 100
+
+    def test_a_map_has_ahead_up_and_left_left(self, client):
+        found = client.json("/api/sample", row=0)
+        (ground,) = [channel for channel in found["channels"] if "ground" in channel]
+        assert ground["ground"] == [-10, 15, 30, -15]
+        _, data = client.get("/raster", row=0, name="seen.ground")
+        pixels = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_UNCHANGED)
+        assert pixels.shape == (4, 3, 4)
+        assert pixels[0, 0, 3] == 255
+        assert pixels[..., 3].sum() == 255
 
     def test_it_is_shown_as_a_loader_augments_it(self, client, root):
         cameras = client.json("/api/loaded", row=2, name="own", seed=5, epoch=1)
@@ -314,6 +325,19 @@ class TestHostileDatasets:
         assert "checksum mismatch" in found["error"]
         assert found["place"]["offset"] == 0
 
+    def test_a_map_that_cannot_be_drawn_says_so(self, root, tmp_path):
+        shape = (40_000, 1)
+        channels = [ground_channel(*shape)]
+        with fr.LayerWriter(root, tmp_path / "layer", channels=channels) as writer:
+            writer.write(0, {"ground": np.ones(shape, np.uint8)})
+        writer.finish(partial=True)
+        with bench.browse(root, layers={"t": str(tmp_path / "layer")}) as browser:
+            client = Client(browser.url)
+            assert client.json("/api/sample", row=0)["place"]
+            status, answer = client.get("/raster", row=0, name="t.ground")
+        assert status == 422
+        assert "cannot be drawn" in json.loads(answer)["error"]
+
     EVERY = 1 if os.environ.get("FUELRAIL_ATTACK") == "all" else 40
 
     @pytest.mark.parametrize("name", [*cases()][::EVERY])
@@ -330,8 +354,9 @@ class TestHostileDatasets:
         with browser:
             client = Client(browser.url)
             for row in range(3):
-                for path in ("sample", "attributes", "clip", "rows", "clips", "dataset"):
-                    query = {"row": row} if path in ("sample", "attributes", "clip") else {}
+                of_row = ("sample", "progress", "attributes", "clip")
+                for path in (*of_row, "rows", "clips", "dataset"):
+                    query = {"row": row} if path in of_row else {}
                     if path == "rows":
                         query = {"filter": "frame >= 0", "columns": "night"}
                     status, answer = client.get(f"/api/{path}", **query)
@@ -407,6 +432,29 @@ def test_a_sample_at_a_url_takes_few_requests(root, tmp_path, monkeypatch):
         ]
     place = found["place"]
     assert spans == [(place["shard"], place["offset"], place["offset"] + place["length"])]
+
+
+def test_bytes_that_have_come_of_a_sample_at_a_url(root, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with FaultServer(root) as server, bench.browse(server.url) as browser:
+        client = Client(browser.url)
+        length = open_dataset(root).index.row(5).length
+        assert client.json("/api/progress", row=5) == {"come": 0, "all": length}
+        client.json("/api/sample", row=5)
+        assert client.json("/api/progress", row=5) == {"come": length, "all": length}
+
+
+def test_clips_of_an_index_that_is_fetched_by_parts_are_those_of_a_folder(
+    client, root, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(fetch, "WHOLE_BYTES", 1000)
+    query = {"filter": "frame > 0"}
+    with FaultServer(root) as server, bench.browse(server.url) as browser:
+        remote = Client(browser.url)
+        assert remote.json("/api/clips", **query) == client.json("/api/clips", **query)
+        assert remote.json("/api/clip", row=6)["rows"] == [4, 5, 6, 7]
+        assert remote.json("/api/clip", row=6)["is_cut"]
 
 
 WITHOUT_TORCH = """

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 _LIMIT_S = 60
+_CODES = {"Tab": 9, "Enter": 13}
+_TEXTS = {"Enter": "\r"}
 
 
 class Page:
@@ -46,6 +48,7 @@ class Page:
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
+        """Return what the browser answers to a command of the DevTools protocol."""
         number = next(self._numbers)
         request = {"id": number, "method": method, "params": params}
         if self._session is not None:
@@ -54,10 +57,11 @@ class Page:
         while (answer := self._receive()).get("id") != number:
             pass
         assert "error" not in answer, answer
-        return answer["result"]
+        result: dict[str, Any] = answer["result"]
+        return result
 
     def run(self, expression: str) -> Any:
-        """The value of an expression, of a promise when it is kept."""
+        """Return the value of an expression, of a promise when it is kept."""
         result = self.call(
             "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
         )
@@ -65,24 +69,30 @@ class Page:
         return result["result"].get("value")
 
     def wait(self, condition: str) -> None:
+        """Wait until an expression is true; fails after a minute."""
         end = time.monotonic() + _LIMIT_S
         while not self.run(condition):
             assert time.monotonic() < end, (
-                f"waited for {condition}; {self.complaints}; {self.run('document.body.innerText')}"
+                f"waited for {condition}; {self.complaints}; {self.run('document.body.innerText.slice(0, 500)')}"
             )
             time.sleep(0.02)
 
     def press(self, key: str) -> None:
+        """Press a key and let it go."""
         for kind in ("keyDown", "keyUp"):
-            text = {"text": key} if len(key) == 1 and kind == "keyDown" else {}
-            self.call("Input.dispatchKeyEvent", type=kind, key=key, **text)
+            text = _TEXTS.get(key, key if len(key) == 1 else "") if kind == "keyDown" else ""
+            code = _CODES.get(key, 0)
+            self.call(
+                "Input.dispatchKeyEvent", type=kind, key=key, text=text, windowsVirtualKeyCode=code
+            )
 
     def resize(self, width: int, height: int) -> None:
+        """Make the window this large."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.call("Emulation.setDeviceMetricsOverride", **size)
 
     def screenshot(self) -> bytes:
-        """The window's pixels as a PNG."""
+        """Return the window's pixels as a PNG."""
         return base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
 
     def _receive(self) -> dict[str, Any]:
@@ -93,7 +103,7 @@ class Page:
             assert part, "chromium ended"
             self._data += part
         text, _, self._data = self._data.partition(b"\0")
-        said = json.loads(text)
+        said: dict[str, Any] = json.loads(text)
         params = said.get("params", {})
         match said.get("method"):
             case "Runtime.exceptionThrown":
