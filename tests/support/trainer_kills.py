@@ -74,7 +74,7 @@ class Log:
         self.file.write(json.dumps(line).encode() + b"\n")
 
     def step(self, step, batch, loss):
-        self.write({"step": step, "rows": batch["row"].tolist(), "loss": float(loss)})
+        self.write({"step": step, "rows": batch["row"].tolist(), "loss": loss.item()})
 
     def is_saved(self, step):
         """Whether to save after a step, the same on all ranks."""
@@ -193,6 +193,8 @@ def lightning_trainer(log):
     import pytorch_lightning as pl
     from pytorch_lightning.callbacks import ModelCheckpoint
 
+    from fuelrail.loaders.integrations.lightning import whole_steps
+
     class Module(pl.LightningModule):
         def __init__(self):
             super().__init__()
@@ -236,6 +238,7 @@ def lightning_trainer(log):
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=[
+            whole_steps(),
             ModelCheckpoint(
                 log.folder,
                 f"{log.attempt}-{{step}}",
@@ -248,6 +251,12 @@ def lightning_trainer(log):
     trainer.fit(Module(), ckpt_path=checkpoint, weights_only=False)
 
 
+WARM = {
+    "accelerate": ("accelerate", "torch._dynamo", "fuelrail.order"),
+    "transformers": ("transformers.trainer", "torch._dynamo", "fuelrail.order"),
+    "pytorch_lightning": ("pytorch_lightning", "fuelrail.order"),
+}
+"""What is imported before ranks are forked, to spare each of them the time."""
 TRAINERS = {
     "accelerate": accelerate_trainer,
     "transformers": transformers_trainer,
@@ -317,9 +326,8 @@ def collect(folder, sizes):
 def run_kills(name, folder, num_kills, seed):
     """Kill this number of times; return the steps, each compared with a run that nobody killed."""
     pytest.importorskip(name, reason=f"{name} is not installed")
-    importlib.import_module(name)
-    if name == "transformers":
-        importlib.import_module("transformers.trainer")
+    for module in WARM[name]:
+        importlib.import_module(module)
     train = TRAINERS[name]
     draw = random.Random(seed)
     kills = compared = 0
