@@ -1,8 +1,10 @@
-"""Checkpoints of Lightning that have whole optimiser steps.
+"""Checkpoints of Lightning that a run continues exactly, on any number of ranks.
 
 ::
 
-    trainer = pytorch_lightning.Trainer(accumulate_grad_batches=4, callbacks=[whole_steps()])
+    trainer = pytorch_lightning.Trainer(accumulate_grad_batches=4, callbacks=[exact_checkpoints()])
+
+The loader is a `fuelrail.DataLoader`, or what `BatchSampler.count` returns.
 """
 
 from __future__ import annotations
@@ -13,34 +15,49 @@ from typing import Any
 from fuelrail.pipeline.errors import needs
 
 
-def whole_steps() -> Any:
-    """Return a callback for checkpoints that Lightning saves while gradients are accumulated.
+def exact_checkpoints() -> Any:
+    """Return a callback that mends three faults of Lightning's own resume (2.6).
 
-    Lightning does not save the gradients, and goes on after the batches that they came from: those
-    batches are lost. It saves so where ``val_check_interval`` is no multiple of
-    ``accumulate_grad_batches``, and after the first batch of each resumed run. With this callback
-    the checkpoint is that of the last optimiser step, and the batches come again. The loader is a
-    `fuelrail.DataLoader` or what `BatchSampler.count` returns.
+    - A checkpoint of an epoch's end has the loader's state, and Lightning does not load it: the
+      callback does.
+    - A run that was resumed from an epoch's last batch counts no new epoch, so that the states of
+      its own checkpoints are not loaded: the callback counts it.
+    - While gradients are accumulated a checkpoint has no gradients, and their batches are lost. It
+      is saved where ``val_check_interval`` is no multiple of ``accumulate_grad_batches``, and after
+      the first batch of each resumed run. The callback saves the last optimiser step in its place,
+      so that the batches come again.
     """
-    with needs("whole_steps", "fuelrail[trainers]"):
+    with needs("exact_checkpoints", "fuelrail[trainers]"):
         try:
             from lightning.pytorch import Callback
         except ImportError:
             from pytorch_lightning import Callback
 
-    class WholeSteps(Callback):  # type: ignore[misc, unused-ignore]
-        loop: dict[str, Any] | None = None
-        """The progress after the last optimiser step, with the loader's state."""
-
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            if trainer.accumulate_grad_batches > 1 and not trainer.fit_loop._should_accumulate():
-                self.loop = deepcopy(trainer.fit_loop.state_dict())
-
-        def on_save_checkpoint(self, trainer: Any, _: Any, checkpoint: dict[str, Any]) -> None:
-            if self.loop is not None and trainer.fit_loop._should_accumulate():
-                checkpoint["loops"]["fit_loop"] = self.loop
+    class ExactCheckpoints(Callback):  # type: ignore[misc, unused-ignore]
+        progress: dict[str, Any] | None = None
+        """The loops' state after the last optimiser step, with the loader's."""
 
         def on_load_checkpoint(self, _: Any, __: Any, checkpoint: dict[str, Any]) -> None:
-            self.loop = deepcopy(checkpoint["loops"]["fit_loop"])
+            self.progress = deepcopy(checkpoint["loops"]["fit_loop"])
 
-    return WholeSteps()
+        def on_train_start(self, trainer: Any, *_: Any) -> None:
+            loop = trainer.fit_loop
+            epochs = loop.epoch_progress
+            if loop.restarted_mid_epoch and epochs.current.ready == epochs.current.processed:
+                epochs.increment_ready()
+                epochs.increment_started()
+            if loop._combined_loader_states_to_load:
+                loop._combined_loader._load_state_dicts(loop._combined_loader_states_to_load)
+                loop._combined_loader_states_to_load = []
+                iter(loop._data_fetcher)
+
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            loop = trainer.fit_loop
+            if trainer.accumulate_grad_batches > 1 and not loop._should_accumulate():
+                self.progress = deepcopy(loop.state_dict())
+
+        def on_save_checkpoint(self, trainer: Any, _: Any, checkpoint: dict[str, Any]) -> None:
+            if self.progress is not None and trainer.fit_loop._should_accumulate():
+                checkpoint["loops"]["fit_loop"] = self.progress
+
+    return ExactCheckpoints()

@@ -206,17 +206,12 @@ class BatchSampler:
         self._refuse_to_be_dealt_out()
         return self._identity.drop_last
 
-    def set_epoch(self, epoch: int) -> None:
-        """Continue with the beginning of ``epoch``, unless the position is in it already.
+    def set_epoch(self, epoch: int) -> None:  # noqa: ARG002 - the position has it
+        """Do nothing, for each iteration is the next epoch by itself; trainers call this.
 
-        Nobody needs to call it, for each iteration is the next epoch. Trainers call it. Raises
-        OrderError on several ranks where nobody counts: such a trainer has wrapped this sampler.
+        Raises OrderError for a trainer that deals out this rank's batches to all ranks.
         """
         self._refuse_to_be_dealt_out()
-        if self._uncounted or self._walk().start.epoch != epoch:
-            self._uncounted = ""
-            self._continue_at(Cursor(epoch))
-            self._commit_at(Cursor(epoch))
 
     def _refuse_to_be_dealt_out(self) -> None:
         if self.world.size > 1 and not self._is_counted:

@@ -189,11 +189,20 @@ def transformers_trainer(log):
     trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
 
 
+SAVES = (
+    {"every_n_train_steps": 1},
+    {"every_n_epochs": 1, "save_on_train_epoch_end": True},
+    {"every_n_epochs": 1, "save_on_train_epoch_end": False},  # at each validation's end
+    {"every_n_train_steps": 2},
+)
+"""When Lightning saves a checkpoint, of an attempt."""
+
+
 def lightning_trainer(log):
     import pytorch_lightning as pl
     from pytorch_lightning.callbacks import ModelCheckpoint
 
-    from fuelrail.loaders.integrations.lightning import whole_steps
+    from fuelrail.loaders.integrations.lightning import exact_checkpoints
 
     class Module(pl.LightningModule):
         def __init__(self):
@@ -225,7 +234,7 @@ def lightning_trainer(log):
 
     size = int(os.environ.get("WORLD_SIZE", "1"))
     checkpoint = newest(log.folder, "*.ckpt", is_whole=zipfile.is_zipfile)
-    every = random.Random(log.attempt).choice((1, 2))
+    saves = SAVES[log.attempt % len(SAVES)]
     trainer = pl.Trainer(
         max_epochs=NUM_STEPS // EPOCH_STEPS,
         accumulate_grad_batches=log.options.accumulation,
@@ -238,11 +247,11 @@ def lightning_trainer(log):
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=[
-            whole_steps(),
+            exact_checkpoints(),
             ModelCheckpoint(
                 log.folder,
                 f"{log.attempt}-{{step}}",
-                every_n_train_steps=every,
+                **saves,
                 save_top_k=-1,
                 auto_insert_metric_name=False,
             )
