@@ -46,18 +46,22 @@ def exact_checkpoints() -> Any:
             if loop.restarted_mid_epoch and epochs.current.ready == epochs.current.processed:
                 epochs.increment_ready()
                 epochs.increment_started()
-            if loop._combined_loader_states_to_load:
-                loop._combined_loader._load_state_dicts(loop._combined_loader_states_to_load)
-                loop._combined_loader_states_to_load = []
-                iter(loop._data_fetcher)
+            states = loop._combined_loader_states_to_load  # noqa: SLF001 - Lightning did not
+            if states:
+                loop._combined_loader._load_state_dicts(states)  # noqa: SLF001
+                loop._combined_loader_states_to_load = []  # noqa: SLF001
+                iter(loop._data_fetcher)  # noqa: SLF001
 
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            loop = trainer.fit_loop
-            if trainer.accumulate_grad_batches > 1 and not loop._should_accumulate():
-                self.progress = deepcopy(loop.state_dict())
+            if trainer.accumulate_grad_batches > 1 and not self.accumulates(trainer):
+                self.progress = deepcopy(trainer.fit_loop.state_dict())
 
         def on_save_checkpoint(self, trainer: Any, _: Any, checkpoint: dict[str, Any]) -> None:
-            if self.progress is not None and trainer.fit_loop._should_accumulate():
+            if self.progress is not None and self.accumulates(trainer):
                 checkpoint["loops"]["fit_loop"] = self.progress
+
+        @staticmethod
+        def accumulates(trainer: Any) -> bool:
+            return bool(trainer.fit_loop._should_accumulate())  # noqa: SLF001
 
     return ExactCheckpoints()

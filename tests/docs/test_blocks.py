@@ -31,6 +31,7 @@ ELSEWHERE = {
     "your-dataset.md": "tests/docs/test_your_dataset.py",
     "decode.md": "tests/docs/test_decode.py",
     "torchtitan.md": "tests/loaders/integrations/test_torchtitan.py",
+    "huggingface.md": "tests/loaders/integrations/test_huggingface.py",
     "features-once.md": "tests/docs/test_layer_recipes.py",
     "video-latents.md": "tests/docs/test_layer_recipes.py",
 }

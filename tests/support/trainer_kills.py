@@ -254,7 +254,7 @@ def lightning_trainer(log):
                 **saves,
                 save_top_k=-1,
                 auto_insert_metric_name=False,
-            )
+            ),
         ],
     )
     trainer.fit(Module(), ckpt_path=checkpoint, weights_only=False)
