@@ -7,6 +7,7 @@ import pytest
 from support.ranks import run_ranks
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+pytest.importorskip("einops", reason="grids of megatron-core need einops")
 
 
 @pytest.mark.process
