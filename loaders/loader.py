@@ -370,6 +370,11 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         """
         return self._batching.of_epoch(self._position.epoch).num_steps
 
+    @property
+    def steps_left(self) -> int:
+        """Batches of the epoch after those handed out; 0 at its end."""
+        return Walk(self._position, self._batching).num_steps
+
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Start an epoch: the first one, or the one after that of the last iteration, however far
         that one went.

@@ -162,6 +162,8 @@ class BatchSampler:
         """A counted loader has announced that it will draw an epoch."""
         self._uncounted = ""
         """How far others have drawn: "" (nothing), "a part of an epoch", "a whole epoch"."""
+        self._is_counted = False
+        """Whether there is a counted loader."""
 
     @property
     def world(self) -> World:
@@ -188,6 +190,36 @@ class BatchSampler:
         position.
         """
         return self._batching.of_epoch(self._walk().start.epoch).num_steps
+
+    @property
+    def steps_left(self) -> int:
+        """Batches of the epoch after those that the trainer has received; 0 at its end."""
+        return Walk(self._position(), self._batching).num_steps
+
+    @property
+    def drop_last(self) -> bool:
+        """Whether rows at an epoch's end that do not fill a batch are left out.
+
+        Raises OrderError for a trainer that deals out this rank's batches to all ranks: that is who
+        asks, of a sampler that nobody counts.
+        """
+        self._refuse_to_be_dealt_out()
+        return self._identity.drop_last
+
+    def set_epoch(self, epoch: int) -> None:  # noqa: ARG002 - the position has it
+        """Do nothing, for each iteration is the next epoch by itself; trainers call this.
+
+        Raises OrderError for a trainer that deals out this rank's batches to all ranks.
+        """
+        self._refuse_to_be_dealt_out()
+
+    def _refuse_to_be_dealt_out(self) -> None:
+        if self.world.size > 1 and not self._is_counted:
+            raise OrderError(
+                f"this sampler has the batches of rank {self.world.rank} of {self.world.size}, and "
+                "a trainer is about to deal them out to all ranks once more, which loses rows; "
+                "give the trainer sampler.count(loader), which it leaves as it is"
+            )
 
     def __len__(self) -> int:
         return self.steps_per_epoch
@@ -297,6 +329,7 @@ class BatchSampler:
         trainer has put around this one, or other batches.
         """
         self._check(loader)
+        self._is_counted = True
         return CountedLoader(self, self if loader is None else loader)
 
     def _check(self, loader: Iterable[Any] | None) -> None:

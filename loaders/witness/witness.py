@@ -157,7 +157,7 @@ class Witness:
             self._is_resumed = False
         for target in (self.loader, getattr(self.loader, "sampler", None)):
             set_epoch = getattr(target, "set_epoch", None)
-            if set_epoch is not None:
+            if set_epoch is not None and not _is_order(target):
                 set_epoch(epoch)
                 return
 
@@ -405,6 +405,11 @@ def _rank_groups(groups: Any, world: int) -> list[list[int]] | None:
     return ranks
 
 
+def _is_order(part: object) -> bool:
+    """Whether it is a sampler of `fuelrail.order`, which has its epoch, and says so to trainers."""
+    return type(part).__module__ == "fuelrail.loaders.integrations.sampler"
+
+
 def _read_loader(loader: Any) -> tuple[int | None, Rules]:
     """Return the length of a loader's dataset where its sampler draws each row once, and what is
     allowed by what the loader and its sampler say.
@@ -414,7 +419,8 @@ def _read_loader(loader: Any) -> tuple[int | None, Rules]:
     parts = (loader, sampler, batches)
     is_ours = any(type(part).__module__.startswith("fuelrail.") for part in parts)
     drops = int(is_ours)
-    if any(getattr(part, "drop_last", False) is True for part in parts):
+    others = [part for part in parts if not _is_order(part)]
+    if any(getattr(part, "drop_last", False) is True for part in others):
         drops = getattr(loader, "batch_size", None) or getattr(batches, "batch_size", None) or 1
         if batches is None:  # each worker drops its own
             drops *= max(getattr(loader, "num_workers", 0), 1)

@@ -32,6 +32,7 @@ ELSEWHERE = {
     "decode.md": "tests/docs/test_decode.py",
     "lerobot.md": "tests/loaders/integrations/test_lerobot.py",
     "torchtitan.md": "tests/loaders/integrations/test_torchtitan.py",
+    "huggingface.md": "tests/loaders/integrations/test_huggingface.py",
     "features-once.md": "tests/docs/test_layer_recipes.py",
     "video-latents.md": "tests/docs/test_layer_recipes.py",
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import tarfile
 
 import numpy as np
@@ -64,53 +63,6 @@ def test_what_an_order_can_do() -> None:
         == pytest.approx(0.5, abs=0.01)
     )
     assert [entry.lane for entry in names["lanes"][5]] == list(range(8))
-
-
-def test_the_hugging_face_trainer(desk) -> None:
-    skip_without("transformers")
-    names = follow(PAGE, "Hugging Face Trainer")
-    sampler = names["sampler"]
-    loader = names["loader"]
-    batch_rows = []
-    assert loader.state_dict()["samples_consumed"] == 60
-    loader.load_state_dict(json.loads((desk / "out" / "checkpoint-3" / "order.json").read_text()))
-
-    class Resumed(names["OrderedTrainer"]):
-        def compute_loss(self, model, inputs, **options):
-            batch_rows.append(inputs["row"].tolist())
-            return super().compute_loss(model, inputs, **options)
-
-    names["arguments"].max_steps = 14  # through the epoch's end
-    trainer = Resumed(names["torch"].nn.Linear(1, 1), names["arguments"])
-    trainer.train(resume_from_checkpoint=str(desk / "out" / "checkpoint-3"))
-    assert batch_rows == [sampler[step] for step in range(3, 14)]
-
-
-def test_accelerate() -> None:
-    skip_without("accelerate")
-    names = follow(PAGE, "Hugging Face Accelerate")
-    sampler = names["sampler"]
-    loader = names["loader"]
-    assert names["rows"].tolist() == sampler[3]
-    list(loader)  # the rest of the epoch, which the checkpoint undoes
-    names["accelerator"].load_state("accelerate")
-    assert next(iter(loader))[0].tolist() == sampler[4]
-
-
-def test_lightning() -> None:
-    skip_without("lightning")
-    names = follow(PAGE, "PyTorch Lightning")
-    sampler = fr.order.BatchSampler(100, SEVEN, global_batch=10)
-    first = names["trainer"].lightning_module
-    resumed = names["Model"]()
-    trainer = names["pl"].Trainer(
-        max_steps=14,
-        enable_checkpointing=False,
-        use_distributed_sampler=False,
-        **names["quiet"],
-    )
-    trainer.fit(resumed, ckpt_path="lightning.ckpt", weights_only=False)
-    assert [*first.seen, *resumed.seen] == [sampler[step] for step in range(14)]
 
 
 def test_grain() -> None:

@@ -706,3 +706,23 @@ def test_a_billion_rows_take_no_memory():
 
 def test_killed_loaders_with_workers_continue_exactly(tmp_path):
     assert run_kills(tmp_path, 3, seed=0) > 100
+
+
+def test_a_sampler_tells_a_trainer_that_would_deal_its_batches_out_again():
+    alone = BatchSampler(100, global_batch=12, world=World())
+    alone.set_epoch(3)
+    assert alone.drop_last
+    assert next(iter(alone.count())) == alone[0], "set_epoch moves nothing"
+    ranked = BatchSampler(100, global_batch=12, world=World(1, 2))
+    for ask in (lambda: ranked.set_epoch(0), lambda: ranked.drop_last):
+        with pytest.raises(fr.errors.OrderError, match=r"rank 1 of 2.*deal them out"):
+            ask()
+    ranked.count()
+    ranked.set_epoch(0)
+    assert ranked.drop_last
+
+
+def test_steps_left_are_those_after_the_batches_received():
+    sampler = BatchSampler(100, global_batch=12, world=World())
+    left = [sampler.steps_left for _ in sampler.count()]
+    assert left == [7, 6, 5, 4, 3, 2, 1, 0]
