@@ -186,6 +186,31 @@ def test_a_loader_that_never_commits_goes_on_from_where_it_is(root):
     loader.close()
 
 
+@pytest.mark.parametrize("is_repeated", [False, True], ids=["taken", "repeated"])
+def test_a_state_loaded_in_an_iteration_is_where_it_goes_on(root, is_repeated):
+    """As a replica that lags is healed: its loop's iteration takes the others' next step."""
+    with load(root, G, seed=5) as alone:
+        expected = [batch["sample_key"] for batch in alone]
+    others = load(root, G, seed=5)
+    others.commit()
+    steps = iter(others)
+    next(steps)
+    next(steps)
+    others.commit()
+    loader = load(root, G, seed=5)
+    loader.commit()
+    batches = iter(loader)
+    next(batches)
+    if is_repeated:
+        loader.rollback()
+    loader.load_state_dict(others.state_dict())
+    loader.reshape(World(1, 2))
+    assert next(batches)["sample_key"] == expected[2][G // 2 :]
+    assert next(batches, None) is None
+    loader.close()
+    others.close()
+
+
 def test_a_batch_that_the_trainer_holds_is_not_overwritten(root):
     loader = load(root, 4, size=3, seed=5, prefetch_factor=2)
     batches = iter(loader)
