@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from itertools import chain, islice, repeat
 
 import pytest
 import torch
@@ -10,9 +11,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 import fuelrail as fr
-from fuelrail import Balance, Cost, OrderSpec, World
+from fuelrail import Balance, Bucket, Cost, OrderSpec, Pack, World
 from fuelrail.pipeline.errors import ConfigError, OrderError, WorldError
-from support.batches import copied, load, unlike
+from support.batches import TINY, copied, load, unlike
 from support.elastic_histories import Histories
 from support.ranks import TESTS, run_ranks
 from support.transforms import everything
@@ -131,6 +132,45 @@ def test_steps_go_on_as_they_would_have(root, kind):
         for loader in job.loaders:
             loader.commit()
     job.close()
+
+
+LENGTH = Cost(constant=1, linear={"frame": 1})
+REGROUPED = {
+    "packs": OrderSpec(seed=3, pack=Pack(budget=5, cost=LENGTH, window=30)),
+    "buckets": OrderSpec(seed=3, bucket=Bucket(by="frame", bounds=(1, 30))),
+    "balance": OrderSpec(seed=3, balance=Balance(cost=LENGTH)),
+    "packs, balance": OrderSpec(
+        seed=3, pack=Pack(budget=5, cost=LENGTH, window=30), balance=Balance(cost=LENGTH)
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", REGROUPED)
+def test_packs_buckets_and_balance_take_any_number_of_ranks(root, kind):
+    options = {"order": REGROUPED[kind], "image": TINY}
+    size = 6
+    with load(root, size, **options) as alone:
+        steps = chain.from_iterable(repeat(alone))
+        expected = [batch["sample_key"] for batch in islice(steps, 5)]
+    loader = load(root, size, **options)
+    loader.commit()
+    for step, num_ranks in enumerate((4, 1, 5, 2, 6)):
+        rows = []
+        for rank in range(num_ranks):
+            loader.reshape(World(rank, num_ranks))
+            batches = iter(loader)
+            batch = next(batches)
+            rows += batch["sample_key"]
+            own = len(range(rank * size // num_ranks, (rank + 1) * size // num_ranks))
+            assert fr.rank_weight(batch) == own * num_ranks / size
+            if rank < num_ranks - 1:
+                loader.rollback()
+        loader.commit()
+        if "balance" in kind:  # dealt to ranks by cost
+            rows.sort()
+            expected[step].sort()
+        assert rows == expected[step]
+    loader.close()
 
 
 def test_random_histories_of_samplers_are_exact():
