@@ -3,6 +3,8 @@
 On each node ``torchrun --nnodes=1:4 --nproc-per-node=1 --max-restarts=99 --rdzv-backend=c10d
 --rdzv-endpoint=HOST:PORT configs/trainers/torchelastic_ddp.py DATASET``.
 
+Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: else torch 2.13 tells a node that joins no address.
+
 The workers continue from the newest checkpoint on any number of ranks: the loader is made for the
 global batch, which stays the same, and reshaped to the ranks that there are.
 """
