@@ -537,7 +537,8 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         return state_at(self._identity, place, self._batching.global_batch)
 
     def load_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> None:
-        """Continue after a saved state, on any number of ranks; the next iteration starts there.
+        """Continue after a saved state, on any number of ranks; the next iteration starts there, and
+        one under way goes on there.
 
         ``strict=False`` accepts a state that was saved with another seed or other settings of the
         samples' content (``transforms``). Raises StateMismatchError, with both sides, for these
@@ -549,7 +550,6 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         self.where.check_unseen(decoded.identity.order, restored, decoded.full_batch)
         self._halt()
         Walk(restored, self._batching)  # refuses more samples than an epoch has
-        self._iteration = None
         if self._committed is not None:
             self._committed = restored
         self._continue_at(restored)

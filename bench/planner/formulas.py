@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import sqrt
+from math import exp, expm1, sqrt
 
 _S_PER_DAY = 86_400
 
@@ -102,3 +102,24 @@ def checkpoint_interval_s(save_s: float, failures_per_day: float) -> float:
         else sqrt(2 * save_s * mean_s) * (1 + sqrt(ratio) / 3 + ratio / 9) - save_s
     )
     return max(best, save_s)
+
+
+def kept_by_restarts(interval_s: float, save_s: float, failures_per_day: float) -> float:
+    """Return the share of the time that is training which no failure undoes, where a failure ends
+    the job, and it restarts from the newest checkpoint.
+
+    Daly's equation 20 (see `checkpoint_interval_s`), the restart being as long as a save.
+    """
+    mean_s = _S_PER_DAY / failures_per_day
+    expected_s = mean_s * exp(save_s / mean_s) * expm1((interval_s + save_s) / mean_s)
+    return interval_s / expected_s
+
+
+def kept_by_reshape(step_s: float, save_s: float, failures_per_day: float) -> float:
+    """Return that share where the ranks that are left go on with the same global batch.
+
+    A failure costs the step that is repeated, and the copy of the state to the rank that joins, as
+    long as a save.
+    """
+    mean_s = _S_PER_DAY / failures_per_day
+    return mean_s / (mean_s + step_s + save_s)

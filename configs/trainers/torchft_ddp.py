@@ -3,8 +3,9 @@ configs/trainers/torchft_ddp.py DATASET`` for each, beside one ``torchft_lightho
 
 Each step begins with a quorum. `elastic_steps` reshapes the loader to the replicas in it, so the
 global batch stays the same, and repeats a step that was not committed. A replica that joins is
-healed from another one: weights, optimiser and the loader's position. Needs ``pip install
-torchft``, and TORCHFT_LIGHTHOUSE.
+healed from another one: weights, optimiser and the loader's position. The gradients are averaged
+here, since torchft 0.2.0's DistributedDataParallel ends with an AssertionError where another replica
+dies in the all-reduce. Needs ``pip install torchft``, and TORCHFT_LIGHTHOUSE.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from example import TRANSFORMS, arguments, build_model, forever, inputs, report, targets
 from torch.nn.functional import mse_loss
-from torchft import DistributedDataParallel, Manager, ProcessGroupGloo
+from torchft import Manager, ProcessGroupGloo
 
 from fuelrail import DataLoader, World, rank_weight
 
@@ -28,8 +29,10 @@ def elastic_steps(
     manager: Any, loader: DataLoader, optimiser: torch.optim.Optimizer, num_steps: int
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the number and this replica's batch of each step until so many are committed; the body
-    of the loop is forward and backward, the optimiser's step is made here.
+    of the loop is forward and backward, gradients are averaged and the optimiser's step is made
+    here.
     """
+    parameters = [parameter for group in optimiser.param_groups for parameter in group["params"]]
     loader.commit()  # from here on, states and repeated steps are those after the last commit
     batches = forever(loader)
     while (step := manager.current_step()) < num_steps:
@@ -40,6 +43,9 @@ def elastic_steps(
         step = manager.current_step()
         optimiser.zero_grad()
         yield step, next(batches)
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        for work in [manager.allreduce(gradient) for gradient in gradients]:
+            work.wait()  # an error is the manager's: the step is not committed
         if manager.should_commit():
             optimiser.step()
             loader.commit()
@@ -78,9 +84,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         min_replica_size=1,
         use_async_quorum=False,  # the step's rows depend on the quorum
     )
-    parallel = DistributedDataParallel(manager, model)
     for step, batch in elastic_steps(manager, loader, optimiser, options.steps):
-        loss = mse_loss(parallel(inputs(batch)), targets(batch))
+        loss = mse_loss(model(inputs(batch)), targets(batch))
         (loss * rank_weight(batch)).backward()  # the average over replicas is that of the batch
         report(step, loss.item(), batch)
     loader.close()

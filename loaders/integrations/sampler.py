@@ -291,10 +291,12 @@ class BatchSampler:
         from ``iter(loader)`` again, whose ``persistent_workers`` stay. Raises WorldError for more
         ranks than rows, OrderError where batches were drawn and not counted.
         """
-        from fuelrail.loaders.distributed import resolve_world
-
         self._refuse_uncounted()
-        batching = replace(self._batching, world=resolve_world(world))
+        if not isinstance(world, World):
+            from fuelrail.loaders.distributed import resolve_world
+
+            world = resolve_world(world)
+        batching = replace(self._batching, world=world)
         check_micro_batches(self._rows.order, batching)
         place = self._position() if self._committed is None else self._committed
         self._ledger.reshape(batching)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from itertools import chain, islice, repeat
 
 import pytest
 import torch
@@ -10,9 +11,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 import fuelrail as fr
-from fuelrail import Balance, Cost, OrderSpec, World
+from fuelrail import Balance, Bucket, Cost, OrderSpec, Pack, World
 from fuelrail.pipeline.errors import ConfigError, OrderError, WorldError
-from support.batches import copied, load, unlike
+from support.batches import TINY, copied, load, unlike
 from support.elastic_histories import Histories
 from support.ranks import TESTS, run_ranks
 from support.transforms import everything
@@ -133,6 +134,45 @@ def test_steps_go_on_as_they_would_have(root, kind):
     job.close()
 
 
+LENGTH = Cost(constant=1, linear={"frame": 1})
+REGROUPED = {
+    "packs": OrderSpec(seed=3, pack=Pack(budget=5, cost=LENGTH, window=30)),
+    "buckets": OrderSpec(seed=3, bucket=Bucket(by="frame", bounds=(1, 30))),
+    "balance": OrderSpec(seed=3, balance=Balance(cost=LENGTH)),
+    "packs, balance": OrderSpec(
+        seed=3, pack=Pack(budget=5, cost=LENGTH, window=30), balance=Balance(cost=LENGTH)
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", REGROUPED)
+def test_packs_buckets_and_balance_take_any_number_of_ranks(root, kind):
+    options = {"order": REGROUPED[kind], "image": TINY}
+    size = 6
+    with load(root, size, **options) as alone:
+        steps = chain.from_iterable(repeat(alone))
+        expected = [batch["sample_key"] for batch in islice(steps, 5)]
+    loader = load(root, size, **options)
+    loader.commit()
+    for step, num_ranks in enumerate((4, 1, 5, 2, 6)):
+        rows = []
+        for rank in range(num_ranks):
+            loader.reshape(World(rank, num_ranks))
+            batches = iter(loader)
+            batch = next(batches)
+            rows += batch["sample_key"]
+            own = len(range(rank * size // num_ranks, (rank + 1) * size // num_ranks))
+            assert fr.rank_weight(batch) == own * num_ranks / size
+            if rank < num_ranks - 1:
+                loader.rollback()
+        loader.commit()
+        if "balance" in kind:  # dealt to ranks by cost
+            rows.sort()
+            expected[step].sort()
+        assert rows == expected[step]
+    loader.close()
+
+
 def test_random_histories_of_samplers_are_exact():
     run_state_machine_as_test(
         Histories,
@@ -184,6 +224,31 @@ def test_a_loader_that_never_commits_goes_on_from_where_it_is(root):
     loader.reshape(World(0, 1))
     assert len(next(iter(loader))["sample_key"]) == G
     loader.close()
+
+
+@pytest.mark.parametrize("is_repeated", [False, True], ids=["taken", "repeated"])
+def test_a_state_loaded_in_an_iteration_is_where_it_goes_on(root, is_repeated):
+    """As a replica that lags is healed: its loop's iteration takes the others' next step."""
+    with load(root, G, seed=5) as alone:
+        expected = [batch["sample_key"] for batch in alone]
+    others = load(root, G, seed=5)
+    others.commit()
+    steps = iter(others)
+    next(steps)
+    next(steps)
+    others.commit()
+    loader = load(root, G, seed=5)
+    loader.commit()
+    batches = iter(loader)
+    next(batches)
+    if is_repeated:
+        loader.rollback()
+    loader.load_state_dict(others.state_dict())
+    loader.reshape(World(1, 2))
+    assert next(batches)["sample_key"] == expected[2][G // 2 :]
+    assert next(batches, None) is None
+    loader.close()
+    others.close()
 
 
 def test_a_batch_that_the_trainer_holds_is_not_overwritten(root):

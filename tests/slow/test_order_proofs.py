@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 z3: Any = pytest.importorskip("z3", reason="pip install z3-solver proves the orders' arithmetic")
 
 MAX_BATCH = 2**31

@@ -1,4 +1,4 @@
-"""Replicas under torchft on gloo: one is killed, the steps stay those of a run that nobody disturbed."""
+"""Replicas under torchft on gloo are killed, paused and joined: the steps stay those of a run that nobody disturbed."""
 
 from __future__ import annotations
 
@@ -10,14 +10,21 @@ from collections import defaultdict
 from itertools import chain, islice, repeat
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from fuelrail import DataLoader, ImageAugment, World
+from support.ranks import environment
+from support.torchft_chaos import Report
 
 coordination = pytest.importorskip(
     "torchft.coordination", reason="pip install torchft runs the example of its trainer"
 )
 
+pytestmark = pytest.mark.long
+
+NUM_EVENTS = int(os.environ.get("TORCHFT_EVENTS", "40"))
+"""Kills, pauses and joins: a thousand take an hour."""
 TESTS = Path(__file__).parents[1]
 TRAINERS = TESTS.parent / "configs" / "trainers"
 NUM_STEPS = 36
@@ -66,3 +73,25 @@ def test_a_killed_replica_takes_no_row_with_it(tiny_dataset, tmp_path):
         epochs = chain.from_iterable(repeat(alone))
         expected = [batch["sample_key"] for batch in islice(epochs, NUM_STEPS)]
     assert [sorted(rows[step]) for step in range(NUM_STEPS)] == [*map(sorted, expected)]
+
+
+@pytest.mark.process
+@pytest.mark.timeout(60 + 6 * NUM_EVENTS)
+def test_kills_pauses_and_joins_leave_rows_and_weights_as_they_were(tiny_dataset, tmp_path):
+    root = tiny_dataset({"train": (20, 20)}, size=(64, 48)).root
+    command = [*(sys.executable, "-W", "ignore", "-m", "support.torchft_chaos"), root, tmp_path]
+    output = subprocess.run(
+        [*map(str, command), str(NUM_EVENTS), "1"],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        check=True,
+    ).stdout
+    report = msgspec.json.decode(output, type=Report)
+    assert report.wrong_steps == []
+    assert sum(report.events.values()) == NUM_EVENTS
+    assert report.num_repeated <= report.events["kill"] + report.events.get("pause", 0)
+    assert report.worst_float32 < 1e-6
+    assert report.worst_float64 < 1e-12
+    assert len(report.sizes) > 1
+    assert report.crashed == 0
+    assert report.sampler_lost > 0, "torchft's own sampler loses the rows of repeated steps"

@@ -116,6 +116,11 @@ def figures(report: PlanReport) -> list[tuple[str, str]]:
     lines["checkpoint"] = (
         f"{_rounded(report.checkpoint_gb)} GB in {duration(report.checkpoint_s)}{often}"
     )
+    if report.kept_by_restarts is not None and report.kept_by_reshape is not None:
+        lines["failures"] = (
+            f"cost {1 - report.kept_by_restarts:.2%} of the time with restarts, "
+            f"{1 - report.kept_by_reshape:.2%} where the ranks that are left go on"
+        )
     return list(lines.items())
 
 

@@ -17,7 +17,11 @@ from fuelrail.bench.planner.choice import (
     peak,
     taught,
 )
-from fuelrail.bench.planner.formulas import checkpoint_interval_s
+from fuelrail.bench.planner.formulas import (
+    checkpoint_interval_s,
+    kept_by_reshape,
+    kept_by_restarts,
+)
 from fuelrail.bench.planner.hardware import GIB, ClusterSettings
 from fuelrail.bench.planner.scaling import Curve, data_seconds
 from fuelrail.bench.planner.scenario import Scenario, questions
@@ -106,6 +110,9 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint_gb: float
     checkpoint_s: float
     checkpoint_interval_s: float | None
+    kept_by_restarts: float | None
+    kept_by_reshape: float | None
+    """Shares of the time that failures leave."""
     tried: list[Planned] = []
     sweep: list[Planned] = []
     scaling: list[Curve] = []
@@ -132,9 +139,11 @@ def build_report(
     epoch = None if scenario.samples_per_epoch is None else hours * scenario.samples_per_epoch / 1e6
     saved_gb = checkpoint_gb(fit)
     saved_s = saved_gb / cluster.storage_gb_per_s.value
-    interval = None
-    if scenario.failures_per_day is not None:
-        interval = checkpoint_interval_s(saved_s, scenario.failures_per_day)
+    interval = restarting = reshaping = None
+    if (failures := scenario.failures_per_day) is not None:
+        interval = checkpoint_interval_s(saved_s, failures)
+        restarting = kept_by_restarts(interval, saved_s, failures)
+        reshaping = kept_by_reshape(step_s, saved_s, failures)
     images = (
         rate * scenario.cameras / cluster.nodes
         if scenario.reads_images and scenario.cameras
@@ -170,6 +179,8 @@ def build_report(
         checkpoint_gb=saved_gb,
         checkpoint_s=saved_s,
         checkpoint_interval_s=interval,
+        kept_by_restarts=restarting,
+        kept_by_reshape=reshaping,
         assumed=assumptions(scenario, cluster, fit),
         questions=questions(scenario),
     )
@@ -436,5 +447,15 @@ def explanations(scenario: Scenario, cluster: ClusterSettings, fit: Fit) -> dict
             "J. T. Daly, Future Generation Computer Systems 22 (2006) 303-312, equation 37",
             C=checkpoint_gb(fit) / cluster.storage_gb_per_s.value,
             failures_per_day=scenario.failures_per_day or "not given",
+        ),
+        "kept_by_restarts": line(
+            "interval / (M e^(C / M) (e^((interval + C) / M) - 1))",
+            "J. T. Daly, Future Generation Computer Systems 22 (2006) 303-312, equation 20",
+            C=checkpoint_gb(fit) / cluster.storage_gb_per_s.value,
+        ),
+        "kept_by_reshape": line(
+            "M / (M + step_s + C)",
+            "a failure costs the step that is repeated, and a copy of the state",
+            C=checkpoint_gb(fit) / cluster.storage_gb_per_s.value,
         ),
     }

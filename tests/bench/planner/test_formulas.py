@@ -59,3 +59,20 @@ def test_the_interval_of_checkpoints_costs_little_more_than_the_best_one(save_s,
     assert formulas.checkpoint_interval_s(1000.0, 864.0) == pytest.approx(1000.0), (
         "saves do not overlap"
     )
+
+
+def test_what_failures_leave_of_the_time_is_that_of_a_simulated_job():
+    """Failures at random times, M apart on average: a checkpoint or a step counts once it is whole."""
+    save_s = 20.0
+    step_s = 3.0
+    failures_per_day = 86.4
+    interval_s = formulas.checkpoint_interval_s(save_s, failures_per_day)
+    random = np.random.default_rng(1)
+    times_s = random.exponential(1000.0, 400_000)
+    whole = np.floor(np.maximum(times_s - save_s, 0) / (interval_s + save_s))
+    simulated = whole.sum() * interval_s / times_s.sum()
+    kept = formulas.kept_by_restarts(interval_s, save_s, failures_per_day)
+    assert kept == pytest.approx(simulated, rel=0.01)
+    reshaped = formulas.kept_by_reshape(step_s, save_s, failures_per_day)
+    assert reshaped == pytest.approx(1 - (step_s + save_s) / 1023)
+    assert reshaped > kept

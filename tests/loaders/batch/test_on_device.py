@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from fuelrail import World
 from fuelrail.loaders.batch.transfer import make_transfer
 from support import batched_turbo
 from support.batches import SMALL, batches, load, unlike
@@ -15,6 +16,11 @@ from support.fake_cuda import FakeCuda
 from support.fake_streams import FakeEvent
 
 DEVICE = {"device": "cuda:0", "seed": 3}
+
+
+def forever(loader):
+    while True:
+        yield from loader
 
 
 @pytest.fixture
@@ -103,6 +109,28 @@ def test_copies_come_first_and_waiting_takes_no_core(cuda, monkeypatch) -> None:
     assert blocking == [{"blocking": True}], "a thread that spins takes a core"
     assert cuda.streams[-1].query(), "handed on before the copy was done"
     assert transfer.hand_over(moved)["img"].cpu().tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("decoder", ["turbo", "batched"])
+def test_a_loader_on_a_device_changes_its_ranks(dataset, cuda, decoder):
+    """Buffers, lanes and what is on its way: nothing of it is used for another shape."""
+    options = {"decoder": decoder, "drop_last": False, **DEVICE}
+    with load(dataset, 5, **options) as alone:
+        expected = [batch["img"].cpu() for _ in range(2) for batch in alone]
+    with load(dataset, 5, **options) as loader:
+        loader.commit()
+        steps = forever(loader)
+        for step, (rank, size) in enumerate([(0, 1), (1, 2), (2, 3), (2, 4), (0, 1)]):
+            loader.reshape(World(rank, size))
+            next(steps)
+            loader.rollback()
+            images = next(steps)["img"]
+            loader.commit()
+            rows = slice(rank * 5 // size, (rank + 1) * 5 // size)
+            assert torch.equal(images.cpu(), expected[step][rows])
+        del images, steps
+    gc.collect()
+    assert cuda.finish() == []
 
 
 def test_images_that_dali_failed_on_are_counted_in_the_stats(dataset, cuda) -> None:

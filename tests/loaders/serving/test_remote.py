@@ -6,10 +6,11 @@ import os
 import subprocess
 import sys
 import time
+from itertools import chain, repeat
 
 import pytest
 
-from fuelrail import OrderSpec
+from fuelrail import OrderSpec, World
 from fuelrail.pipeline.errors import ConfigError, SchemaError, StageError
 from support.batches import TINY, TRAIN, check_equal_elsewhere, copied, load, unlike
 from support.ray_cluster import ray_cluster
@@ -57,6 +58,21 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_batches_are_those_of_threads_for_three_epochs_and_after_a_resume(tiny, cluster, name):
     check_equal_elsewhere(tiny, load_remotely, CASES[name])
+
+
+def test_actors_go_on_after_a_change_of_ranks(tiny, cluster):
+    with load(tiny, 6, image=TINY) as loader:
+        expected = [copied(batch)["sample_key"] for _ in range(2) for batch in loader]
+    with load_remotely(tiny, 6, image=TINY) as loader:
+        loader.commit()
+        steps = chain.from_iterable(repeat(loader))
+        for step, (rank, size) in enumerate([(0, 1), (1, 4), (2, 3), (0, 2), (3, 5)]):
+            loader.reshape(World(rank, size))
+            next(steps)
+            loader.rollback()
+            rows = slice(rank * 6 // size, (rank + 1) * 6 // size)
+            assert next(steps)["sample_key"] == expected[step][rows]
+            loader.commit()
 
 
 def test_actors_and_nodes_that_die_cost_no_batch(tiny, cluster):
