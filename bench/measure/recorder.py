@@ -36,6 +36,8 @@ from fuelrail.bench.measure.records import (
 from fuelrail.pipeline.runtime.host import usable_cpus
 
 BUSY: Final = ("forward", "backward", "optimiser")
+NAMED: Final = ("evaluation", "checkpoint", "logging")
+"""Parts of a step's other time."""
 
 # Gaps between two phases that belong to one: the loss is computed before backward, gradients are
 # clipped after it, and a model that is compiled with its hooks shows no forward pass. All other
@@ -55,6 +57,8 @@ _MAX_EVENTS: Final = 4096
 _NUM_RECORDS: Final = 1 << 16
 """Records before each one sums up twice as many steps."""
 _CPU_EVERY_NS: Final = NS_PER_S
+_LOCKED_NS: Final = NS_PER_MS
+"""A call of the kernel that does nothing and takes longer waits for Python's lock."""
 _STEPS_ARE_BATCHES: Final = 64
 """Batches without any optimiser's step after which each batch counts as a step."""
 
@@ -69,16 +73,20 @@ class _Mark(NamedTuple):
 
 
 class _CpuTimes(NamedTuple):
-    """CPU time of this process, of its children, of all processes of the host, what the trainer's
-    thread and its living children stood in the queue for a CPU, and the time [ns].
+    """CPU time of this process, of its trainer's thread, of its children, of all processes of the
+    host, what that thread, all threads and the living children stood in the queue for a CPU, the
+    time [ns], and the resident memory of process and children [bytes].
     """
 
     process_ns: int
+    trainer_ns: int
     workers_ns: int
     host_ns: int
     queued_ns: int
+    threads_queued_ns: int
     workers_queued_ns: int
     now_ns: int
+    memory_bytes: int
 
 
 class _Step(NamedTuple):
@@ -139,6 +147,8 @@ class Recorder:
         self._num_batches = 0
         self._data_queued_ns = 0
         self._asked_queued_ns = 0
+        self._lock_ns = 0
+        self._sync_ns = 0
         self._num_counted = 0
         self._num_idle = 0
         self._has_forward = False
@@ -175,6 +185,12 @@ class Recorder:
             warnings.warn(text, RuntimeWarning, stacklevel=2)
         except RuntimeWarning:  # where warnings are errors
             sys.stderr.write(f"fuelrail: {text}\n")
+
+    def note_workers(self, loader: Any) -> None:
+        """Note how many workers a loader has, where it says so."""
+        num_workers = getattr(loader, "num_workers", 0)
+        if isinstance(num_workers, int):
+            self.num_workers = max(self.num_workers, num_workers)
 
     def use_device(self, device: Any) -> None:
         """Time phases by events of a CUDA device (``torch.device``) from the next step on."""
@@ -293,7 +309,7 @@ class Recorder:
             return
         phase = self._stack.pop()
         if phase != "evaluation":
-            self._last = phase
+            self._last = self._last if phase == "logging" else phase
             self._mark(phase)
 
     def gradients_done(self) -> None:
@@ -320,6 +336,10 @@ class Recorder:
         self._was_updated = True
         self._updated_at = len(self._marks) - 1
 
+    def synced(self, host_ns: int) -> None:
+        """Note that the host has waited for a value of the device."""
+        self._sync_ns += host_ns
+
     def collected(self, phase: str, _: Any) -> None:
         """Count garbage collection; an entry of ``gc.callbacks``."""
         now_ns = time.monotonic_ns()
@@ -327,6 +347,11 @@ class Recorder:
             self._collecting_since_ns = now_ns
         elif self._collecting_since_ns:
             self._collector_ns += now_ns - self._collecting_since_ns
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether phases are timed on a device."""
+        return self._device is not None
 
     @property
     def is_idle(self) -> bool:
@@ -385,6 +410,8 @@ class Recorder:
         details = StepDetails(
             collector_ns=self._collector_ns,
             data_queued_ns=self._data_queued_ns,
+            lock_ns=self._lock_ns,
+            sync_ns=self._sync_ns,
             num_counted=self._num_counted,
             num_idle=self._num_idle,
         )
@@ -399,6 +426,14 @@ class Recorder:
             queued_ns = now.workers_queued_ns - before.workers_queued_ns
             details.workers_queued_ns = max(0, queued_ns)
             details.cpu_wall_ns = now.now_ns - before.now_ns
+            details.trainer_cpu_ns = now.trainer_ns - before.trainer_ns
+            queued_ns = now.threads_queued_ns - before.threads_queued_ns
+            details.threads_queued_ns = max(0, queued_ns)
+            details.memory_bytes = now.memory_bytes
+            if self._device is not None:
+                import torch
+
+                details.device_bytes = torch.cuda.memory_allocated(self._device)
         step = _Step(
             marks=self._marks[: end + 1],
             epoch=self._epoch,
@@ -412,6 +447,8 @@ class Recorder:
         self._collector_ns = 0
         self._num_samples = 0
         self._data_queued_ns = 0
+        self._lock_ns = 0
+        self._sync_ns = 0
         self._num_counted = 0
         self._num_idle = 0
         self._is_updated = False
@@ -429,7 +466,7 @@ class Recorder:
             self._reuse(step.marks[:-1])  # the next step begins with the last one
 
     def _record_of(self, step: _Step) -> StepRecord:
-        durations: dict[str, Any] = dict.fromkeys((*PHASES, "evaluation", "checkpoint"), 0)
+        durations: dict[str, Any] = dict.fromkeys((*PHASES, *NAMED), 0)
         cpu_ns = dict.fromkeys(durations, 0)
         launch_ns = 0
         for before, after in itertools.pairwise(step.marks):
@@ -441,9 +478,9 @@ class Recorder:
                 launch_ns += host_ns if after.phase in BUSY else 0
             durations[after.phase] += duration_ns
             cpu_ns[after.phase] += after.cpu_ns - before.cpu_ns
-        step.details.evaluation_ns = durations.pop("evaluation")
-        step.details.checkpoint_ns = durations.pop("checkpoint")
-        durations["other"] += step.details.evaluation_ns + step.details.checkpoint_ns
+        for part in NAMED:
+            durations["other"] += durations[part]
+            setattr(step.details, f"{part}_ns", durations.pop(part))
         step.details.data_cpu_ns = cpu_ns["data_wait"]
         is_host = self._device is None
         start_ns = step.marks[0].ns
@@ -499,26 +536,40 @@ class Recorder:
         """Return what the trainer's thread stood in the queue for a CPU [ns]."""
         if self._statistics is None:
             return 0
-        return int(os.pread(self._statistics.fileno(), 64, 0).split()[1])
+        asked_ns = time.monotonic_ns()
+        fields = os.pread(self._statistics.fileno(), 64, 0).split()  # gives Python's lock away
+        waited_ns = time.monotonic_ns() - asked_ns
+        if waited_ns > _LOCKED_NS:
+            self._lock_ns += waited_ns
+        return int(fields[1])
 
     def _read_cpu(self) -> _CpuTimes:
         ended = resource.getrusage(resource.RUSAGE_CHILDREN)
         workers_s = ended.ru_utime + ended.ru_stime
         workers_queued_ns = 0
+        threads_queued_ns = 0
+        num_pages = 0
         with contextlib.suppress(OSError):  # one that has just ended, or another system
+            for thread in Path("/proc/self/task").iterdir():
+                threads_queued_ns += int((thread / "schedstat").read_text().split()[1])
+            num_pages += int(Path("/proc/self/statm").read_text().split()[1])
             children = Path(f"/proc/self/task/{get_native_id()}/children").read_text()
             for child in children.split():
+                num_pages += int(Path(f"/proc/{child}/statm").read_text().split()[1])
                 fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
                 workers_s += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
                 workers_queued_ns += int(Path(f"/proc/{child}/schedstat").read_text().split()[1])
         host_s = (all_cpu_s() or 0.0) if self._has_host_cpu else 0.0
         return _CpuTimes(
             process_ns=time.process_time_ns(),
+            trainer_ns=time.thread_time_ns(),
             workers_ns=round(workers_s * NS_PER_S),
             host_ns=round(host_s * NS_PER_S),
             queued_ns=self._read_queued(),
+            threads_queued_ns=threads_queued_ns,
             workers_queued_ns=workers_queued_ns,
             now_ns=time.monotonic_ns(),
+            memory_bytes=num_pages * os.sysconf("SC_PAGE_SIZE"),
         )
 
 
@@ -535,8 +586,9 @@ def _add(total: StepRecord, record: StepRecord) -> StepRecord:
         setattr(record, name, getattr(total, name) + getattr(record, name))
     record.start_ns = total.start_ns
     for name in StepDetails.__struct_fields__:
-        summed = getattr(total.details, name) + getattr(record.details, name)
-        setattr(record.details, name, summed)
+        before = getattr(total.details, name)
+        now = getattr(record.details, name)
+        setattr(record.details, name, now or before if name.endswith("_bytes") else before + now)
     return record
 
 

@@ -71,24 +71,33 @@ class StepDetails(msgspec.Struct, kw_only=True, omit_defaults=True):
     """What a watched trainer's step shows besides its phases; times in nanoseconds.
 
     - ``num_steps``: a record of a long run sums up several steps;
-    - ``evaluation_ns``, ``checkpoint_ns``: parts of ``other_ns``;
+    - ``evaluation_ns``, ``checkpoint_ns``, ``logging_ns``: parts of ``other_ns``;
     - ``collector_ns``: Python's garbage collection, in whichever phase;
     - ``data_cpu_ns``, ``data_queued_ns``: CPU time of the trainer's thread while it waited for
       data, and its time in the queue for a CPU;
+    - ``lock_ns``: what the trainer's thread waited for Python's lock at two places of a batch;
+    - ``sync_ns``: what the host waited for values of the device, such as in ``.item()``;
     - ``num_counted``, ``num_idle``: batches that torch's loader with workers was asked for, and of
       these those before which all its workers had done their work;
     - ``process_cpu_ns``, ``workers_cpu_ns``, ``host_cpu_ns``: CPU time of the process, of its
       children, and of everything on the host, since the last record that has them (about a
       second), which lasted ``cpu_wall_ns``; ``trainer_queued_ns``, ``workers_queued_ns``: what the
-      trainer's thread and its children stood in the queue for a CPU in that time.
+      trainer's thread and its children stood in the queue for a CPU in that time;
+    - ``trainer_cpu_ns``, ``threads_queued_ns``: also since then, CPU time of the trainer's thread,
+      and what all threads of the process stood in the queue for a CPU;
+    - ``memory_bytes``, ``device_bytes``: what the process and its children hold at the end of that
+      time, and what torch has allocated on the device.
     """
 
     num_steps: int = 1
     evaluation_ns: int = 0
     checkpoint_ns: int = 0
+    logging_ns: int = 0
     collector_ns: int = 0
     data_cpu_ns: int = 0
     data_queued_ns: int = 0
+    lock_ns: int = 0
+    sync_ns: int = 0
     num_counted: int = 0
     num_idle: int = 0
     process_cpu_ns: int = 0
@@ -97,6 +106,10 @@ class StepDetails(msgspec.Struct, kw_only=True, omit_defaults=True):
     trainer_queued_ns: int = 0
     workers_queued_ns: int = 0
     cpu_wall_ns: int = 0
+    trainer_cpu_ns: int = 0
+    threads_queued_ns: int = 0
+    memory_bytes: int = 0
+    device_bytes: int = 0
 
 
 class StepRecord(DeviceTimes, kw_only=True, tag="step"):

@@ -19,11 +19,12 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-from fuelrail.bench.measure.hooks import Hooks
+from fuelrail.bench.measure.hooks import Batches, Hooks
 from fuelrail.bench.measure.recorder import Recorder
 from fuelrail.bench.studies.watch.command import FOLDER_VARIABLE
+from fuelrail.bench.studies.watch.packages import watch_packages
 from fuelrail.bench.studies.watch.report import RECORDS, WatchReport, conclude
 from fuelrail.pipeline.errors import ConfigError
 
@@ -53,6 +54,8 @@ class Session:
         self._process = os.getpid()
         self.recorder = Recorder(self.folder / RECORDS, rank=int(rank), world=int(world))
         self._hooks = Hooks(self.recorder, **hooks)
+        has_loaders = bool(hooks.get("has_loaders"))
+        self._waiting = watch_packages(self._hooks, has_loaders=has_loaders)
         atexit.register(self.close)
         Session.current = self
 
@@ -62,6 +65,8 @@ class Session:
         if Session.current is not self or os.getpid() != self._process:
             return
         Session.current = None
+        for package in self._waiting:
+            package.remove()
         self._hooks.remove()
         self.recorder.close()
         try:
@@ -121,12 +126,10 @@ class Watch:
             )
         self._session = session
         self._recorder = session.recorder
-        num_workers = getattr(loader, "num_workers", 0)
-        if isinstance(num_workers, int):
-            self._recorder.num_workers = max(self._recorder.num_workers, num_workers)
+        self._recorder.note_workers(loader)
 
     def __iter__(self) -> Iterator[Any]:
-        return _Batches(self.loader, self._recorder)
+        return Batches(lambda: iter(self.loader), self._recorder)
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]
@@ -152,27 +155,3 @@ def start_by_environment() -> None:
     """Record this process, as ``fuelrail watch`` asks for, which prints the verdict itself."""
     if Session.current is None:
         Session(os.environ[FOLDER_VARIABLE], is_printed=False, has_loaders=True)
-
-
-class _Batches:
-    """An iteration; it keeps no batch, so that none lives longer than without it."""
-
-    def __init__(self, loader: Iterable[Any], recorder: Recorder) -> None:
-        self._recorder = recorder
-        recorder.enter("data_wait")  # workers start
-        try:
-            self._batches = iter(loader)
-        finally:
-            recorder.leave()
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> Any:
-        batch = None
-        self._recorder.ask(self._batches)
-        try:
-            batch = next(self._batches)
-        finally:
-            self._recorder.got(batch)
-        return batch

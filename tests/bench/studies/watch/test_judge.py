@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from fuelrail.bench.measure.recorder import NAMED
 from fuelrail.bench.measure.records import RankHeader, RankLog, StepDetails, StepRecord
 from fuelrail.bench.report.page import render_markdown, render_page
 from fuelrail.bench.studies.watch.judge import PARTS
@@ -16,7 +17,7 @@ PLAIN = {"data_wait": 1, "forward": 30, "backward": 50, "optimiser": 5, "all_red
 def record(number: int, times: dict[str, float], **details: int) -> StepRecord:
     """A step of these milliseconds, which vary by a per mille."""
     ns = {part: round(ms * 1e6 * (1 + 1e-3 * (number % 3))) for part, ms in times.items()}
-    named = {f"{part}_ns": ns.pop(part, 0) for part in ("evaluation", "checkpoint")}
+    named = {f"{part}_ns": ns.pop(part, 0) for part in NAMED}
     ns["other"] = ns.get("other", 0) + sum(named.values())
     start_ns = number * sum(ns.values())
     return StepRecord(
