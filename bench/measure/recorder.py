@@ -25,8 +25,10 @@ from typing import Any, BinaryIO, Final, NamedTuple
 
 from fuelrail.bench.measure.clock import NS_PER_MS, NS_PER_S
 from fuelrail.bench.measure.machine import all_cpu_s
+from fuelrail.bench.measure.nvml import NvmlWatch
 from fuelrail.bench.measure.records import (
     PHASES,
+    RankGpu,
     RankHeader,
     RankWriter,
     StepDetails,
@@ -57,8 +59,8 @@ _MAX_EVENTS: Final = 4096
 _NUM_RECORDS: Final = 1 << 16
 """Records before each one sums up twice as many steps."""
 _CPU_EVERY_NS: Final = NS_PER_S
-_LOCKED_NS: Final = NS_PER_MS
-"""A call of the kernel that does nothing and takes longer waits for Python's lock."""
+_NAP_S: Final = 50e-6
+"""A sleep, after which the trainer's thread needs Python's lock."""
 _STEPS_ARE_BATCHES: Final = 64
 """Batches without any optimiser's step after which each batch counts as a step."""
 
@@ -135,6 +137,7 @@ class Recorder:
         self.num_workers = 0
         self.num_parameters = 0
         self._device: Any = None  # a torch.device of CUDA
+        self._gpu: NvmlWatch | None = None
         self._writer: RankWriter | None = None
         self._marks: list[_Mark] = []
         self._stack: list[str] = []
@@ -147,7 +150,6 @@ class Recorder:
         self._num_batches = 0
         self._data_queued_ns = 0
         self._asked_queued_ns = 0
-        self._lock_ns = 0
         self._sync_ns = 0
         self._num_counted = 0
         self._num_idle = 0
@@ -197,6 +199,7 @@ class Recorder:
         if self._device is None:
             self._device = device
             self._marks.clear()
+            self._gpu = self._files.enter_context(NvmlWatch(1, first=device.index))
 
     @_guarded
     def ask(self, batches: Any = None) -> None:
@@ -372,6 +375,11 @@ class Recorder:
             if self._sum is not None and self._writer is not None:
                 self._writer.write(self._sum)
                 self._sum = None
+            if self._gpu is not None and self._writer is not None:
+                self._gpu.__exit__()
+                uses = self._gpu.use()
+                if uses:
+                    self._writer.write(RankGpu(use=uses[0]))
         except Exception as error:  # noqa: BLE001 - see _guarded
             self.fail(error)
         self.stop()
@@ -410,7 +418,6 @@ class Recorder:
         details = StepDetails(
             collector_ns=self._collector_ns,
             data_queued_ns=self._data_queued_ns,
-            lock_ns=self._lock_ns,
             sync_ns=self._sync_ns,
             num_counted=self._num_counted,
             num_idle=self._num_idle,
@@ -429,6 +436,7 @@ class Recorder:
             details.trainer_cpu_ns = now.trainer_ns - before.trainer_ns
             queued_ns = now.threads_queued_ns - before.threads_queued_ns
             details.threads_queued_ns = max(0, queued_ns)
+            details.lock_ns = self._wait_for_lock()
             details.memory_bytes = now.memory_bytes
             if self._device is not None:
                 import torch
@@ -447,7 +455,6 @@ class Recorder:
         self._collector_ns = 0
         self._num_samples = 0
         self._data_queued_ns = 0
-        self._lock_ns = 0
         self._sync_ns = 0
         self._num_counted = 0
         self._num_idle = 0
@@ -536,12 +543,15 @@ class Recorder:
         """Return what the trainer's thread stood in the queue for a CPU [ns]."""
         if self._statistics is None:
             return 0
+        return int(os.pread(self._statistics.fileno(), 64, 0).split()[1])
+
+    def _wait_for_lock(self) -> int:
+        """Return what the trainer's thread waits for Python's lock when it needs it [ns]."""
+        queued_ns = self._read_queued()
         asked_ns = time.monotonic_ns()
-        fields = os.pread(self._statistics.fileno(), 64, 0).split()  # gives Python's lock away
-        waited_ns = time.monotonic_ns() - asked_ns
-        if waited_ns > _LOCKED_NS:
-            self._lock_ns += waited_ns
-        return int(fields[1])
+        time.sleep(_NAP_S)
+        waited_ns = time.monotonic_ns() - asked_ns - round(_NAP_S * NS_PER_S)
+        return max(0, waited_ns - (self._read_queued() - queued_ns))
 
     def _read_cpu(self) -> _CpuTimes:
         ended = resource.getrusage(resource.RUSAGE_CHILDREN)

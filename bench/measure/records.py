@@ -13,6 +13,7 @@ from typing import Any, Literal, Self
 
 import msgspec
 
+from fuelrail.bench.measure.nvml import GpuUse
 from fuelrail.pipeline.runtime.stages import StageClock
 
 # In the order in which they follow each other in a step. `all_reduce` is the exposed part only.
@@ -75,7 +76,6 @@ class StepDetails(msgspec.Struct, kw_only=True, omit_defaults=True):
     - ``collector_ns``: Python's garbage collection, in whichever phase;
     - ``data_cpu_ns``, ``data_queued_ns``: CPU time of the trainer's thread while it waited for
       data, and its time in the queue for a CPU;
-    - ``lock_ns``: what the trainer's thread waited for Python's lock at two places of a batch;
     - ``sync_ns``: what the host waited for values of the device, such as in ``.item()``;
     - ``num_counted``, ``num_idle``: batches that torch's loader with workers was asked for, and of
       these those before which all its workers had done their work;
@@ -85,6 +85,7 @@ class StepDetails(msgspec.Struct, kw_only=True, omit_defaults=True):
       trainer's thread and its children stood in the queue for a CPU in that time;
     - ``trainer_cpu_ns``, ``threads_queued_ns``: also since then, CPU time of the trainer's thread,
       and what all threads of the process stood in the queue for a CPU;
+    - ``lock_ns``: what the trainer's thread then waited for Python's lock, after a short sleep;
     - ``memory_bytes``, ``device_bytes``: what the process and its children hold at the end of that
       time, and what torch has allocated on the device.
     """
@@ -96,7 +97,6 @@ class StepDetails(msgspec.Struct, kw_only=True, omit_defaults=True):
     collector_ns: int = 0
     data_cpu_ns: int = 0
     data_queued_ns: int = 0
-    lock_ns: int = 0
     sync_ns: int = 0
     num_counted: int = 0
     num_idle: int = 0
@@ -108,6 +108,7 @@ class StepDetails(msgspec.Struct, kw_only=True, omit_defaults=True):
     cpu_wall_ns: int = 0
     trainer_cpu_ns: int = 0
     threads_queued_ns: int = 0
+    lock_ns: int = 0
     memory_bytes: int = 0
     device_bytes: int = 0
 
@@ -269,6 +270,12 @@ class RankEnd(msgspec.Struct, frozen=True, kw_only=True, tag="end"):
     transform: TransformUse | None = None
 
 
+class RankGpu(msgspec.Struct, frozen=True, kw_only=True, tag="gpu"):
+    """What NVML says of a watched rank's GPU, once the watch has ended."""
+
+    use: GpuUse
+
+
 class RankFailure(msgspec.Struct, frozen=True, kw_only=True, tag="failure"):
     """Reason why a rank ended early, in one sentence, and the time on the host's monotonic clock.
 
@@ -290,6 +297,7 @@ Record = (
     | CheckpointSave
     | CheckpointRestore
     | RankEnd
+    | RankGpu
     | RankFailure
 )
 _DECODER = msgspec.json.Decoder(Record)
@@ -331,6 +339,7 @@ class RankLog(msgspec.Struct, kw_only=True):
     saves: list[CheckpointSave] = []
     restored: CheckpointRestore | None = None
     end: RankEnd | None = None
+    gpu: GpuUse | None = None
     failure: RankFailure | None = None
 
 
@@ -355,6 +364,8 @@ def read_rank(path: Path) -> RankLog:
                 log.snapshots.append(record)
             case CheckpointSave():
                 log.saves.append(record)
+            case RankGpu():
+                log.gpu = record.use
             case _:
                 setattr(log, _FIELDS[type(record)], record)
     return log

@@ -19,7 +19,7 @@ from fuelrail.bench.measure.rates import bootstrap_means
 from fuelrail.bench.measure.recorder import BUSY, NAMED
 
 if TYPE_CHECKING:
-    from fuelrail.bench.measure.records import StepRecord
+    from fuelrail.bench.measure.records import StepDetails, StepRecord
 
 PARTS: Final = (
     "data_wait",
@@ -74,6 +74,7 @@ _MIN_STEPS = 10
 _MIN_SAMPLES = 5
 _LEAK_BYTES = 64 << 20
 _LOCKED_MS = 1.5
+_LOCKED_SHARE = 0.3
 _MANY = 1.5
 
 
@@ -142,8 +143,7 @@ def find_causes(
     lost["other"] = np.maximum(0.0, lost["other"] - collector)
     findings = [
         *_find_leak(ranks),
-        *_find_lock(every),
-        *_find_threads(every, parts, num_cpus),
+        *(_find_lock(every) or _find_threads(every, parts, num_cpus)),
         *_find_syncs(every, lost, wall),
     ]
     if len(numbers) > 1:
@@ -363,21 +363,17 @@ def _find_leak(ranks: Mapping[int, Sequence[StepRecord]]) -> list[Finding]:
 
 def _find_lock(ranks: Sequence[Sequence[StepRecord]]) -> list[Finding]:
     """Return whether other Python threads keep the loop from Python's lock."""
-    details = [step.details for steps in ranks for step in steps]
-    num_steps = sum(entry.num_steps for entry in details)
-    locked_ms = sum(entry.lock_ns for entry in details) / num_steps / 1e6
-    used = [
-        (entry.process_cpu_ns - entry.trainer_cpu_ns) / entry.cpu_wall_ns
-        for entry in details
-        if entry.cpu_wall_ns
-    ]
-    if locked_ms < _LOCKED_MS or not used or min(used) < _NOTABLE:
+    samples = [entry for steps in ranks for entry in _samples(steps)]
+    waits_ms = np.array([entry.lock_ns / 1e6 for entry in samples])
+    if len(samples) < _MIN_SAMPLES or (waits_ms > _LOCKED_MS).mean() < _LOCKED_SHARE:
+        return []
+    used = [_used_by_others(entry) / entry.cpu_wall_ns for entry in samples]
+    if sum(map(_used_by_others, samples)) < sum(entry.process_cpu_ns for entry in samples) / 2:
         return []
     shares = (sum(used) / len(used), min(used), max(used))
     text = (
-        f"Other Python threads of the process compute for {_in_words(shares)} and hold Python's "
-        f"lock: the loop waits {locked_ms:.1f} ms a step for it at two places alone, and as long "
-        "each time it comes back from torch."
+        f"Other Python threads of the process compute {_in_words(shares)} and hold Python's lock: "
+        f"the loop waits {np.quantile(waits_ms, 0.75):.1f} ms for it each time it comes back from torch."
     )
     return [_finding(_REASONS["lock"], "other", shares, text=text)]
 
@@ -386,27 +382,37 @@ def _find_threads(
     ranks: Sequence[Sequence[StepRecord]], parts: NDArray[np.float64], num_cpus: float
 ) -> list[Finding]:
     """Return whether the ranks' threads are more than the CPUs, and wait for each other."""
-    wanted = []
+    num_wanted = 0.0
     waiting = []
     for steps in ranks:
-        samples = [step.details for step in steps if step.details.cpu_wall_ns]
-        if not samples:
+        samples = _samples(steps)
+        used_ns = sum(entry.process_cpu_ns for entry in samples)
+        if not samples or sum(map(_used_by_others, samples)) < used_ns / 2:
             return []
         counted_ns = sum(entry.cpu_wall_ns for entry in samples)
         queued_ns = sum(entry.threads_queued_ns for entry in samples)
-        used_ns = sum(entry.process_cpu_ns for entry in samples)
-        wanted.append((used_ns + queued_ns) / counted_ns)
+        num_wanted += (used_ns + queued_ns) / counted_ns
         waiting.append(queued_ns / max(1, used_ns + queued_ns))
-    if min(wanted) < _MANY or sum(wanted) < _MANY * num_cpus:
+    if num_wanted < _MANY * num_cpus or min(map(_queued_share, ranks)) < _QUEUED:
         return []
     phases = parts[:, :, [PARTS.index(name) for name in BUSY]].sum(axis=(0, 1))
     busy = float(phases.sum() / parts.sum())
     shares = (busy * sum(waiting) / len(waiting), busy * min(waiting), busy * max(waiting))
     text = (
-        f"The ranks' own threads hold each other up: {sum(wanted):.1f} of them want "
-        f"{num_cpus:g} CPUs, and stand in the queue for {_in_words(shares)}."
+        f"The ranks' own threads hold each other up: {num_wanted:.1f} of them want "
+        f"{num_cpus:g} CPUs, and stand in the queue {_in_words(shares)}."
     )
     return [_finding(_REASONS["threads"], BUSY[int(phases.argmax())], shares, text=text)]
+
+
+def _samples(steps: Sequence[StepRecord]) -> list[StepDetails]:
+    """Return the details that have CPU times."""
+    return [step.details for step in steps if step.details.cpu_wall_ns]
+
+
+def _used_by_others(entry: StepDetails) -> int:
+    """Return the CPU time of other threads than the trainer's [ns]."""
+    return entry.process_cpu_ns - entry.trainer_cpu_ns
 
 
 def _find_syncs(

@@ -23,7 +23,9 @@ from typing import Any
 
 from fuelrail.bench.measure.hooks import Batches, Hooks
 from fuelrail.bench.measure.recorder import Recorder
+from fuelrail.bench.measure.records import rank_path, read_rank
 from fuelrail.bench.studies.watch.command import FOLDER_VARIABLE
+from fuelrail.bench.studies.watch.export import log_to_wandb
 from fuelrail.bench.studies.watch.packages import watch_packages
 from fuelrail.bench.studies.watch.report import RECORDS, WatchReport, conclude
 from fuelrail.pipeline.errors import ConfigError
@@ -71,7 +73,7 @@ class Session:
         self.recorder.close()
         try:
             if self._is_printed and (self.is_temporary or self.recorder.rank == 0):
-                report = self.report()
+                report = self.report(is_last=True)
                 if report is not None:
                     sys.stderr.write(f"{report.as_text()}\n")
         except Exception as error:  # noqa: BLE001 - the training was the point, and is over
@@ -79,10 +81,21 @@ class Session:
         if self.is_temporary:
             shutil.rmtree(self.folder, ignore_errors=True)
 
-    def report(self) -> WatchReport | None:
+    def report(self, *, is_last: bool = False) -> WatchReport | None:
         """Judge what all ranks have written so far; None before the first step."""
-        first = self.recorder.rank if self.is_temporary else 0
-        return conclude(self.folder, first_rank=first, is_written=not self.is_temporary)
+        return conclude(
+            self.folder,
+            first_rank=self.recorder.rank if self.is_temporary else 0,
+            is_written=not self.is_temporary,
+            is_last=is_last,
+        )
+
+    def log_to_wandb(self) -> None:
+        """Log this rank's steps to the run of W&B that is active, where there is one."""
+        run = getattr(sys.modules.get("wandb"), "run", None)
+        if run is not None and Session.current is self:
+            self.recorder.close()
+            log_to_wandb(read_rank(rank_path(self.folder / RECORDS, self.recorder.rank)), run)
 
 
 class Watch:
@@ -144,7 +157,14 @@ class Watch:
         return self._session.report()
 
     def finish(self) -> None:
-        """End the recording, as the end of the process does, and print the verdict."""
+        """End the recording, as the end of the process does, and print the verdict.
+
+        The steps are logged to a run of W&B that is active, which it is no more at the end.
+        """
+        try:
+            self._session.log_to_wandb()
+        except Exception as error:  # noqa: BLE001 - the training was the point
+            sys.stderr.write(f"fuelrail: the watch is not logged to W&B: {error}\n")
         self._session.close()
 
 

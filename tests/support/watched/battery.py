@@ -1,7 +1,7 @@
 """Puts causes into small trainings, and asks `fuelrail watch` and `traceml-ai` what holds them up.
 
-``python -m support.watched.battery [--tool watch|traceml] [--only TEXT] OUT`` runs what OUT does not have yet, and
-writes OUT and OUT's table. It needs the trainers that it runs; traceml-ai is on the package index.
+``python -m support.watched.battery [--tool watch|traceml] [--only TEXT] WORK OUT`` runs what the folder WORK does not
+have, judges all, and writes OUT with its table. It needs the trainers that it runs; traceml-ai is on the package index.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ import argparse
 import json
 import subprocess
 import sys
-import tempfile
-import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -140,111 +138,129 @@ def _cell(answer: Answer | None) -> str:
     return f"{'' if answer.is_right else '**not** '}{answer.cause or 'nothing'}{phase}{where}"
 
 
-def ask_watch(run: Run, folder: Path) -> Answer:
-    """Record a training with the hooks of the command, and judge it."""
+def run_watch(run: Run, folder: Path) -> None:
+    """Record a training with the hooks of the command."""
     ranks._LOADED[2:] = [name for name in _LOADED if find_spec(name.partition(".")[0])]
     ranks.run_ranks(
         run.num_ranks, SCRIPT, run.trainer, run.cause, folder, "hooks", timeout_s=_LIMIT_S
     )
+
+
+def judge_watch(run: Run, folder: Path) -> Answer:
+    """Return the verdict's first finding."""
     report = conclude(folder, is_written=False)
     if report is None or report.occupancy is None:
-        return Answer(
-            cause=None, is_right=False, text="no verdict" if report is None else report.verdict()
-        )
-    first = report.findings[0] if report.findings else None
-    if first is None:
-        is_right = run.cause == "none"
-        return Answer(
-            cause=None, is_right=is_right, text=report.as_text(), disturbed=report.disturbed
-        )
+        return Answer(cause=None, is_right=False, text="no verdict")
+    answer = Answer(cause=None, is_right=False, text=report.as_text(), disturbed=report.disturbed)
+    if not report.findings:
+        return msgspec.structs.replace(answer, is_right=run.cause == "none")
+    first = report.findings[0]
     is_right = False
     if run.cause != "none":
         cause, phases, rank, _ = CAUSES[run.cause]
         is_right = first.cause == cause and first.phase in phases
         is_right &= first.rank == rank or run.num_ranks == 1
-    return Answer(
-        cause=first.cause,
-        phase=first.phase,
-        rank=first.rank,
-        share=first.share,
-        is_right=is_right,
-        text=report.as_text(),
-        disturbed=report.disturbed,
+    return msgspec.structs.replace(
+        answer, cause=first.cause, phase=first.phase, rank=first.rank, is_right=is_right
     )
 
 
-def ask_traceml(run: Run, folder: Path) -> Answer:
-    """Run a training under `traceml run`, and read its summary."""
-    words = [
-        "-m",
-        "traceml_ai.launcher.cli",
-        "run",
-        str(SCRIPT),
-        "--nproc-per-node",
-        str(run.num_ranks),
-    ]
+def run_traceml(run: Run, folder: Path) -> None:
+    """Run a training under `traceml run`."""
+    words = ["run", str(SCRIPT), "--nproc-per-node", str(run.num_ranks)]
     words += ["--logs-dir", str(folder), "--run-name", "run", "--aggregator-port", "29871"]
     words += ["--args", run.trainer, run.cause, str(folder), "traceml"]
     done = subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, timeout=_LIMIT_S, check=False
+        [sys.executable, "-m", "traceml_ai.launcher.cli", *words],
+        capture_output=True,
+        text=True,
+        timeout=_LIMIT_S,
+        check=False,
     )
+    (folder / "said").write_text(done.stdout + done.stderr)
+
+
+def judge_traceml(run: Run, folder: Path) -> Answer:
+    """Return the summary's primary diagnosis; where that is none of the cause, the warning of any
+    section that is.
+    """
     path = folder / "run" / "final_summary.json"
     if not path.exists():
-        return Answer(
-            cause=None, is_right=run.cause == "none", text=(done.stdout + done.stderr)[-2000:]
-        )
-    return judge_traceml(run, json.loads(path.read_text()))
+        return Answer(cause=None, is_right=False, text=(folder / "said").read_text()[-1000:])
+    summary = json.loads(path.read_text())
+    issues = [summary["primary_diagnosis"]]
+    for section in ("step_time", "step_memory", "process"):
+        issues += [
+            issue
+            for issue in summary.get(section, {}).get("issues", [])
+            if issue["severity"] in ("warn", "crit")
+        ]
+    named = [issue for issue in issues[:1] if issue["severity"] in ("warn", "crit")]
+    if run.cause == "none":
+        first = named[0] if named else None
+        is_right = first is None
+    else:
+        _, _, rank, kinds = CAUSES[run.cause]
+        right = [
+            issue
+            for issue in issues
+            if issue["kind"] in kinds
+            and (rank is None or run.num_ranks == 1 or rank in _ranks_of(issue))
+        ]
+        first = right[0] if right else named[0] if named else None
+        is_right = bool(right)
+    if first is None:
+        return Answer(cause=None, is_right=is_right, text=issues[0]["summary"])
+    culprits = _ranks_of(first)
+    return Answer(
+        cause=first["kind"],
+        rank=culprits[0] if culprits else None,
+        is_right=is_right,
+        text=first["summary"],
+    )
 
 
-def judge_traceml(run: Run, summary: dict[str, Any]) -> Answer:
-    """Compare what a summary names with the cause; any section's warning counts."""
-    return Answer(cause=None, is_right=False, text=json.dumps(summary))
+def _ranks_of(issue: dict[str, Any]) -> list[int]:
+    """Return the ranks that an issue blames."""
+    culprit = issue.get("evidence", {}).get("culprit_rank")
+    return [culprit] if isinstance(culprit, int) else list(issue.get("ranks", []))
 
 
-TOOLS = {"watch": ask_watch, "traceml": ask_traceml}
+TOOLS = {"watch": (run_watch, judge_watch), "traceml": (run_traceml, judge_traceml)}
 
 
 def main() -> None:
-    """Run what is missing."""
+    """Run what is missing, and judge all."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--tool", choices=TOOLS, default="watch")
-    parser.add_argument("--only", default="", help="part of TRAINER RANKS CAUSE")
-    parser.add_argument("--again", action="store_true", help="also those that OUT has")
+    parser.add_argument("work", type=Path, help="folder for what the runs leave")
+    parser.add_argument("out", type=Path, help="file of the results")
+    parser.add_argument(
+        "--tool", choices=[*TOOLS, "none"], help="run this one only (default: both)"
+    )
+    parser.add_argument("--only", default="", help="part of 'TRAINER RANKS CAUSE'")
     words = parser.parse_args()
-    if words.out.exists():
-        battery = msgspec.json.decode(words.out.read_bytes(), type=Battery)
-    else:
-        battery = Battery(
-            created=created_now(),
-            machine=machine_facts(),
-            packages=package_versions(PACKAGES),
-            runs=[],
-        )
-    runs = {(run.trainer, run.num_ranks, run.cause): run for run in battery.runs}
-    battery.runs = []
+    battery = Battery(
+        created=created_now(), machine=machine_facts(), packages=package_versions(PACKAGES), runs=[]
+    )
     for (trainer, num_ranks), causes in _PLAN.items():
         for cause in causes:
-            key = (trainer, num_ranks, cause)
-            run = runs.get(key) or Run(trainer=trainer, num_ranks=num_ranks, cause=cause)
+            run = Run(trainer=trainer, num_ranks=num_ranks, cause=cause)
             battery.runs.append(run)
-    for run in battery.runs:
-        title = f"{run.trainer} {run.num_ranks} {run.cause}"
-        if words.only not in title or (words.tool in run.answers and not words.again):
-            continue
-        started_s = time.monotonic()
-        with tempfile.TemporaryDirectory() as folder:
-            try:
-                answer = TOOLS[words.tool](run, Path(folder))
-            except (AssertionError, subprocess.TimeoutExpired) as error:
-                answer = Answer(cause=None, is_right=False, text=f"failed: {error}"[-3000:])
-        run.answers[words.tool] = answer
-        publish_json(words.out, battery)
-        seconds = time.monotonic() - started_s
-        print(
-            f"{'right' if answer.is_right else 'WRONG'} {title}: {_cell(answer)} ({seconds:.0f} s)",
-            flush=True,
-        )
+            title = f"{trainer} {num_ranks} {cause}"
+            for tool, (make, judge) in TOOLS.items():
+                folder = words.work / tool / title.replace(" ", "-")
+                if words.tool in (None, tool) and words.only in title and not folder.exists():
+                    folder.mkdir(parents=True)
+                    try:
+                        make(run, folder)
+                    except (AssertionError, subprocess.TimeoutExpired) as error:
+                        (folder / "said").write_text(f"failed: {error}")
+                if folder.exists():
+                    answer = run.answers[tool] = judge(run, folder)
+                    word = "right" if answer.is_right else "WRONG"
+                    print(f"{word} {tool} {title}: {_cell(answer)}", flush=True)
+    publish_json(words.out, battery)
+    words.out.with_suffix(".md").write_text(battery.as_text())
 
 
 if __name__ == "__main__":

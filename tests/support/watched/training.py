@@ -28,7 +28,7 @@ LOST_S = 0.03
 BATCH = 4
 EVERY = 10
 """Steps between checkpoints, or evaluations."""
-NUM_STEPS = {"memory leak": 320, "interpreter lock": 40, "threads": 50, "garbage collection": 50}
+NUM_STEPS = {"memory leak": 320, "interpreter lock": 40, "threads": 40, "garbage collection": 50}
 DEFAULT_STEPS = 90
 EPOCH = {"cold cache": 30}
 """Steps of an epoch, where a run has several."""
@@ -112,9 +112,9 @@ class Model(nn.Module):
         if self.cause == "uneven batches" and self.calls % self.world == self.rank:
             time.sleep(2 * LOST_S)
         if self.cause == "threads":
-            size = torch.ones(320, 320)
-            for _ in range(4):
-                size = size @ size / 320
+            product = torch.ones(512, 512)
+            for _ in range(6):
+                product = product @ product / 512
         predicted = Backward.apply(self.layers(x))
         return {"loss": predicted.square().mean(), "logits": predicted}
 
@@ -254,12 +254,12 @@ def train_plain(training: Training, trace: Any, watch: Any = None) -> None:
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
-            is_over = training.after_step()
-            if training.is_due(training.evaluate_every):
-                evaluate(training)
-            if training.is_due(training.checkpoint_every) and training.rank == 0:
-                states = {"model": training.model.state_dict(), "optimizer": optimizer.state_dict()}
-                torch.save(states, training.folder / "checkpoint.pt")
+                is_over = training.after_step()
+                if training.is_due(training.evaluate_every):
+                    evaluate(training)
+                if training.is_due(training.checkpoint_every) and training.rank == 0:
+                    states = [training.model.state_dict(), optimizer.state_dict()]
+                    torch.save(states, training.folder / "checkpoint.pt")
             if is_over:
                 break
     if dist.is_initialized():
@@ -375,11 +375,11 @@ def train_accelerate(training: Training, trace: Any) -> None:
                 accelerator.backward(model(batch["x"])["loss"])
                 optimizer.step()
                 optimizer.zero_grad()
-            is_over = training.after_step()
-            if training.is_due(training.evaluate_every):
-                evaluate(training)
-            if training.is_due(training.checkpoint_every):
-                accelerator.save_state(str(training.folder / "state"))
+                is_over = training.after_step()
+                if training.is_due(training.evaluate_every):
+                    evaluate(training)
+                if training.is_due(training.checkpoint_every):
+                    accelerator.save_state(str(training.folder / "state"))
             if is_over:
                 break
     accelerator.end_training()
@@ -398,21 +398,22 @@ def train_mmengine(training: Training, trace: Any) -> None:
         def forward(self, x: Any, mode: str = "tensor") -> Any:
             return {"loss": self.model(x)["loss"]}
 
-    class Traced(MMDistributedDataParallel):
-        def train_step(self, *arguments: Any) -> Any:
-            with trace(self):
-                return super().train_step(*arguments)
-
     class After(Hook):
+        traced = contextlib.ExitStack()
+
+        def before_train_iter(self, runner: Any, *_: Any, **__: Any) -> None:
+            self.traced.enter_context(trace(runner.model))
+
         def after_train_iter(self, runner: Any, *_: Any, **__: Any) -> None:
             training.after_step()
             if training.is_due(training.checkpoint_every):
                 runner.save_checkpoint(str(training.folder), "mmengine.pth", by_epoch=False)
+            self.traced.close()
 
     dist.init_process_group("gloo")
     wrapped = Wrapped()
     runner = Runner(
-        model=Traced(module=wrapped, broadcast_buffers=False),
+        model=MMDistributedDataParallel(module=wrapped, broadcast_buffers=False),
         work_dir=str(training.folder),
         train_dataloader={
             "dataset": training.rows,
@@ -462,8 +463,8 @@ def train_lerobot(training: Training, trace: Any) -> None:
         batch = next(batches)
         with trace(policy):
             tracker, _ = update_policy(tracker, policy, batch, optimizer, 1.0, accelerator)
-        tracker.step()
-        is_over = training.after_step()
+            tracker.step()
+            is_over = training.after_step()
     accelerator.end_training()
 
 
