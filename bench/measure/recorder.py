@@ -259,7 +259,8 @@ class Recorder:
         ``is_training``: with gradients and in training mode. Other forward passes are evaluation
         if their batch sees no backward pass, or has had it.
         """
-        if self._stack or (self._is_evaluating and not is_training):
+        is_closure = is_training and self._stack == ["optimiser"]  # the step of an optimiser calls
+        if (self._stack and not is_closure) or (self._is_evaluating and not is_training):
             self._num_ignored += 1  # a part of another phase
             return
         if not is_training and self._is_trained:
@@ -274,7 +275,7 @@ class Recorder:
     @_guarded
     def end_broadcast(self) -> None:
         """Note that a module that waited for ranks begins its forward pass."""
-        if self._stack == ["all_reduce"]:
+        if self._stack[-1:] == ["all_reduce"]:
             self.leave()
             self._stack.append("forward")
 
@@ -291,6 +292,8 @@ class Recorder:
         """Begin a phase; one inside another interrupts it."""
         if not self._marks:
             self._mark("")
+        elif self._stack == ["optimiser"]:
+            self._mark(_GAPS.get((self._last, phase), "optimiser"))
         elif self._stack:
             self._mark(self._stack[-1])
         elif self._is_evaluating and phase == "all_reduce":  # of a metric
@@ -358,8 +361,9 @@ class Recorder:
 
     @property
     def is_idle(self) -> bool:
-        """Whether the loop is in none of the phases that have begun."""
-        return self.is_recording and not self._stack and get_ident() == self.thread
+        """Whether the loop is in none of the phases that have begun, or in an optimiser's closure."""
+        is_outside = self._stack in ([], ["optimiser"])
+        return self.is_recording and is_outside and get_ident() == self.thread
 
     @property
     def lacks_forward(self) -> bool:

@@ -53,7 +53,9 @@ _NOTABLE: Final = 0.02
 _ORDINARY: Final = 0.1
 """What ranks may lose in collectives, and by waiting for each other in turns: no two are alike."""
 _CONTENDED: Final = 0.15
-"""What ranks may lose so, or a rank in computing, where other processes take its CPUs."""
+"""What ranks may lose so, or a rank in computing, where other processes take its CPUs; more where
+its threads stand in the queue.
+"""
 _NOTABLE_CONTENDED: Final = 0.05
 """What else is not certain there."""
 _LARGE_UPDATE: Final = 1 / 3
@@ -61,6 +63,8 @@ _COMPUTES: Final = 0.6
 _WAITS: Final = 0.3
 _USED_UP: Final = 0.85
 _QUEUED: Final = 0.1
+_FIRST = ("memory leak", "interpreter lock")
+"""Causes that end the run, or show as others."""
 _LOST = ("data_wait", "host_to_device", *NAMED, "other")
 _EVENTS = ("evaluation", "checkpoint")
 _MIN_EVENTS = 3
@@ -130,9 +134,9 @@ def find_causes(
     ``ranks`` are the measured steps of each rank, as many of each; ``num_workers`` those of a
     rank's loader, ``num_cpus`` of the host, which is loaded where other processes use it too.
     """
-    ordinary = _CONTENDED if is_loaded else _ORDINARY
     numbers = list(ranks)
     every = list(ranks.values())
+    ordinary = _CONTENDED + _queued_of_threads(every) / 2 if is_loaded else _ORDINARY
     parts = np.array([[part_times(step) for step in steps] for steps in every], np.float64)
     wall = np.array([[step.wall_ns for step in steps] for steps in every], np.float64).mean(axis=0)
     lost = {name: parts[:, :, PARTS.index(name)].mean(axis=0) for name in _LOST}
@@ -187,7 +191,7 @@ def find_causes(
     if shares[1] > notable:
         text = f"Python's garbage collection holds the loop up: {_in_words(shares)}, within phases."
         findings.append(_finding(_REASONS["collector"], "other", shares, text=text))
-    findings.sort(key=lambda finding: (finding.cause != "memory leak", -finding.share))
+    findings.sort(key=lambda finding: (finding.cause not in _FIRST, -finding.share))
     # Work of the accelerator, though rarely what it is for: after what keeps it from working.
     shares = _share(parts[:, :, PARTS.index("optimiser")].mean(axis=0), wall)
     if shares[1] > _LARGE_UPDATE:
@@ -425,14 +429,16 @@ def _find_syncs(
     """
     waited = _mean_of(ranks, "sync_ns")
     busy = np.array([[step.device_busy_ns for step in steps] for steps in ranks]).mean(axis=0)
-    if waited.mean() < _NOTABLE * wall.mean() or (wall - waited).mean() > busy.mean():
+    if not waited.any():
         return []
     idle = sum((lost[name] for name in _HIDDEN), np.zeros(len(wall)))
-    shares = _share(idle, wall)
+    # A step would last as long as the device's work, or as the host's own.
+    saved = np.clip(wall - np.maximum(busy, wall - waited), 0.0, idle)
+    shares = _share(saved, wall)
     if shares[1] < _NOTABLE:
         return []
     for name in _HIDDEN:
-        lost[name] = np.zeros(len(wall))
+        lost[name] = lost[name] * (1 - saved / np.maximum(1.0, idle))
     text = (
         "The host waits for values of the device, such as by .item(), and the device then for the "
         f"host: {_in_words(shares)}."
@@ -544,6 +550,13 @@ def _share(times: NDArray[np.float64], wall: NDArray[np.float64]) -> _Shares:
 def _in_words(shares: _Shares) -> str:
     share, low, high = shares
     return f"{share:.1%} of the time ({low:.1%} to {high:.1%})"
+
+
+def _queued_of_threads(ranks: Sequence[Sequence[StepRecord]]) -> float:
+    """Return what all threads of a rank stand in the queue for a CPU, over the time."""
+    samples = [entry for steps in ranks for entry in _samples(steps)]
+    queued_ns = sum(entry.threads_queued_ns for entry in samples)
+    return queued_ns / max(1, sum(entry.cpu_wall_ns for entry in samples))
 
 
 def _queued_share(steps: Sequence[StepRecord]) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import itertools
+import logging
 import pickle
 import types
 
@@ -277,6 +278,42 @@ def test_an_exception_in_a_phase_leaves_no_phase_open(loop):
         with pytest.raises(ValueError, match="no update"):
             Broken(loop.model.parameters(), lr=0.1).step()
     assert phases(loop.end()[1])["forward"] == 2 * FORWARD
+
+
+def test_passes_in_an_optimisers_closure_are_told_apart(loop):
+    class Closing(Update):
+        def step(self, closure=None):
+            with torch.enable_grad():
+                closure()
+            return super().step()
+
+    def learn():
+        loss = loop.model(batch).sum()
+        loop.clock.pass_by(3)
+        loss.backward()
+
+    optimizer = Closing(loop.model.parameters(), lr=0.1)
+    for _ in range(3):
+        batch = loop.batch()
+        optimizer.step(learn)
+    assert phases(loop.end()[1]) == PLAIN | {"forward": FORWARD + 3}
+
+
+def test_logging_is_told_apart_and_divides_no_phase(loop):
+    class SlowHandler(logging.Handler):
+        def emit(self, record):
+            loop.clock.pass_by(LOG)
+
+    log = logging.getLogger("test of a watch")
+    log.addHandler(SlowHandler())
+    for _ in range(3):
+        loop.learn()
+        log.warning("between backward and update")
+        loop.clock.pass_by(3)
+        loop.update()
+    step = loop.end()[1]
+    assert step.details.logging_ns == LOG
+    assert phases(step) == PLAIN | {"optimiser": UPDATE + 3, "other": LOG}
 
 
 def test_only_the_given_optimisers_steps_count(clock, tmp_path):

@@ -51,7 +51,7 @@ class Rows(Dataset):
     def __init__(self, cause: str, rank: int, world: int) -> None:
         self.cause = cause
         self.is_slow = rank == 1 or "one rank" not in cause
-        self.seen: set[int] = set()
+        self.world = world
         self.made = 0
         self.size = EPOCH.get(cause, num_steps(cause) + 2) * BATCH * world
 
@@ -68,8 +68,7 @@ class Rows(Dataset):
         self.made += 1
         if self.cause == "stalling worker" and self.made % 50 == 0:
             time.sleep(10 * LOST_S)
-        if self.cause == "cold cache" and index not in self.seen:
-            self.seen.add(index)
+        if self.cause == "cold cache" and self.made <= self.size // self.world:
             time.sleep(LOST_S / BATCH)
         return {"x": torch.randn(8, generator=torch.Generator().manual_seed(index))}
 
@@ -475,8 +474,8 @@ def train_cuda(training: Training, trace: Any) -> None:
     from support.fake_cuda import FakeCuda
     from support.watched.timed_device import TimedDevice
 
-    with pytest.MonkeyPatch.context() as patch, FakeCuda(patch):
-        device = TimedDevice(patch)
+    with pytest.MonkeyPatch.context() as patch, FakeCuda(patch) as fake:
+        device = TimedDevice(patch, fake)
         weight = nn.Parameter(torch.ones(8, 1, device="cuda"))
 
         class OnDevice(nn.Module):
@@ -507,12 +506,20 @@ def train_cuda(training: Training, trace: Any) -> None:
                 optimizer.zero_grad()
             time.sleep(WORK_S)  # of the host, which the device's queue hides
             if training.cause == "item":
-                device.synchronize()
                 loss.item()
                 time.sleep(WORK_S)
             if training.after_step():
                 break
         device.synchronize()
+        end_watch()  # while there is the device
+
+
+def end_watch() -> None:
+    """End a watch that the command would end with the process."""
+    from fuelrail.bench.studies.watch.watch import Session
+
+    if Session.current is not None:
+        Session.current.close()
 
 
 TRAINERS = {
@@ -535,7 +542,7 @@ def main(trainer: str, cause: str, folder: str, tool: str = "") -> None:
         trace = traceml_ai.trace_step
     if tool == "hooks":  # those of the command, which a fork of a process with torch does not start
         from fuelrail.bench.studies.watch.command import FOLDER_VARIABLE
-        from fuelrail.bench.studies.watch.watch import Session, start_by_environment
+        from fuelrail.bench.studies.watch.watch import start_by_environment
 
         gc.freeze()  # what that process has loaded
         os.environ[FOLDER_VARIABLE] = folder
@@ -547,8 +554,7 @@ def main(trainer: str, cause: str, folder: str, tool: str = "") -> None:
         train_plain(training, trace, fr.watch)
     else:
         TRAINERS[trainer](training, trace)
-    if tool == "hooks" and Session.current is not None:
-        Session.current.close()
+    end_watch()
     if tool in ("watch", "plain"):
         weights = torch.cat([part.detach().flatten() for part in training.model.parameters()])
         sys.stdout.write(f"weights {weights.double().sum().item()!r} {torch.rand(1).item()}\n")
