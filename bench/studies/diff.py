@@ -18,7 +18,7 @@ import numpy as np
 from fuelrail.bench.measure.display import displayed_fields
 from fuelrail.bench.report.console import print_table, report_console
 from fuelrail.bench.report.files import (
-    ReportHeader,
+    ReportHead,
     load_report_of,
     read_report,
 )
@@ -51,7 +51,7 @@ FROM_CHECKOUT = (
 _WORSE = 1
 
 
-KINDS: dict[str, tuple[type[ReportHeader], int]] = {
+KINDS: dict[str, tuple[type[ReportHead], int]] = {
     train_report.SCHEMA: (Report, train_report.VERSION),
     loader_report.SCHEMA: (LoaderReport, loader_report.VERSION),
     scale_report.SCHEMA: (ScaleReport, scale_report.VERSION),

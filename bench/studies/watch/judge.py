@@ -449,7 +449,8 @@ def _find_syncs(
 def _mean_of(ranks: Sequence[Sequence[StepRecord]], name: str) -> NDArray[np.float64]:
     """Return the mean over ranks of one of the details, by step."""
     values = [[getattr(step.details, name) for step in steps] for steps in ranks]
-    return np.array(values, np.float64).mean(axis=0)
+    means: NDArray[np.float64] = np.array(values, np.float64).mean(axis=0)
+    return means
 
 
 _SUBJECTS: Final = {

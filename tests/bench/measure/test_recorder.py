@@ -7,6 +7,7 @@ import io
 import itertools
 import logging
 import pickle
+import sys
 import types
 
 import pytest
@@ -354,6 +355,7 @@ def test_torch_is_left_as_it_was(clock, tmp_path):
         return [
             torch.autograd.backward,
             torch.save,
+            logging.Logger.handle,
             nn.Module.train,
             dist.all_reduce,
             dist.Work.wait,
@@ -423,6 +425,37 @@ def test_events_are_read_once_the_device_has_passed_them_and_nothing_waits(
     assert steps[1].host_to_device_ns == 1_000_000
     assert steps[1].launch_ns == FORWARD + BACKWARD + UPDATE
     assert phases(steps[1])["data_wait"] == 1_000_000
+
+
+def test_waits_for_values_of_the_device_are_counted_and_nvml_is_asked(clock, monkeypatch, tmp_path):
+    card = types.SimpleNamespace(
+        NVML_CLOCK_SM=0,
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: None,
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetHandleByUUID=lambda _: 0,
+        nvmlDeviceGetUtilizationRates=lambda _: types.SimpleNamespace(gpu=40, memory=10),
+        nvmlDeviceGetMemoryInfo=lambda _: types.SimpleNamespace(used=2**30),
+        nvmlDeviceGetClockInfo=lambda *_: 1500,
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", card)
+    original = torch.Tensor.item
+    with FakeCuda(monkeypatch):
+        weight = nn.Parameter(torch.ones(1, device="cuda"))
+        model = nn.ParameterList([weight])
+        loop = Loop(clock, tmp_path, models=[model])
+        loop.learn()
+        loop.update()
+        weight.detach().item()
+        torch.ones(1).item()
+        loop.learn()
+        loop.update()
+        loop.learn()
+        loop.end()
+    log = read_rank(rank_path(tmp_path, 0))
+    assert [step.details.sync_ns > 0 for step in log.steps] == [True, False]
+    assert (log.gpu.kernels, log.gpu.peak_memory_bytes) == (0.4, 2**30)
+    assert torch.Tensor.item is original
 
 
 def test_rows_are_counted_without_touching_the_batch():

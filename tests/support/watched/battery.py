@@ -41,8 +41,8 @@ CAUSES: dict[str, tuple[str, list[str], int | None, list[str]]] = {
     "stalling worker": ("stalls", ["data_wait"], None, ["INPUT_BOUND"]),
     "cold cache": ("cold cache", ["data_wait"], None, ["INPUT_BOUND"]),
     "collate": ("preprocessing", ["data_wait"], None, ["INPUT_BOUND"]),
-    "interpreter lock": ("interpreter lock", ["other"], None, []),
-    "threads": ("threads", ["forward"], None, []),
+    "interpreter lock": ("interpreter lock", ["other"], None, ["HIGH_PROCESS_CPU"]),
+    "threads": ("threads", ["forward"], None, ["HIGH_PROCESS_CPU"]),
     "uneven batches": ("uneven ranks", ["forward"], None, ["STRAGGLER"]),
     "CPU quota": ("slow rank", ["forward", "backward"], 1, ["COMPUTE_STRAGGLER", "STRAGGLER"]),
     "heavy layer": ("slow rank", ["forward"], 1, ["COMPUTE_STRAGGLER"]),
@@ -121,6 +121,11 @@ class Battery(msgspec.Struct, kw_only=True):
     packages: dict[str, str]
     runs: list[Run]
 
+    def num_right(self, tool: str, *, is_clean: bool) -> int:
+        """Return how many runs with a cause, or without, a tool judged right."""
+        runs = [run for run in self.runs if (run.cause == "none") == is_clean]
+        return sum(run.answers[tool].is_right for run in runs)
+
     def as_text(self) -> str:
         """Return the runs as a Markdown table."""
         lines = [
@@ -128,8 +133,9 @@ class Battery(msgspec.Struct, kw_only=True):
             "|---|---|---|---|---|",
         ]
         for run in self.runs:
+            cause = "*none*" if run.cause == "none" else run.cause
             cells = [_cell(run.answers.get(tool)) for tool in ("watch", "traceml")]
-            lines.append(f"| {run.trainer} | {run.num_ranks} | {run.cause} | {' | '.join(cells)} |")
+            lines.append(f"| {run.trainer} | {run.num_ranks} | {cause} | {' | '.join(cells)} |")
         return "\n".join(lines)
 
 
@@ -138,7 +144,8 @@ def _cell(answer: Answer | None) -> str:
         return "not run"
     where = "" if answer.rank is None else f", rank {answer.rank}"
     phase = "" if answer.phase in (None, answer.cause) else f", {answer.phase.replace('_', ' ')}"
-    return f"{'' if answer.is_right else '**not** '}{answer.cause or 'nothing'}{phase}{where}"
+    named = answer.cause or ("no data" if answer.text == "no data" else "nothing")
+    return f"{named}{phase}{where}{'' if answer.is_right else ' (wrong)'}"
 
 
 def plan() -> list[Run]:
@@ -162,7 +169,7 @@ def judge_watch(run: Run, folder: Path) -> Answer:
     report = conclude(folder, is_written=False)
     if report is None or report.occupancy is None:
         return Answer(cause=None, is_right=False, text="no verdict")
-    answer = Answer(cause=None, is_right=False, text=report.as_text(), disturbed=report.disturbed)
+    answer = Answer(cause=None, is_right=False, text=report.verdict(), disturbed=report.disturbed)
     if not report.findings:
         return msgspec.structs.replace(answer, is_right=run.cause == "none")
     first = report.findings[0]
@@ -192,49 +199,35 @@ def run_traceml(run: Run, folder: Path) -> None:
 
 
 def judge_traceml(run: Run, folder: Path) -> Answer:
-    """Return the summary's primary diagnosis; where that is none of the cause, the warning of any
-    section that is.
-    """
+    """Return the summary's primary diagnosis, or any section's warning that is of the cause."""
     path = folder / "run" / "final_summary.json"
-    if not path.exists():
-        return Answer(cause=None, is_right=False, text="no summary")
-    summary = json.loads(path.read_text())
+    summary = json.loads(path.read_text()) if path.exists() else None
+    if summary is None or not summary["primary_diagnosis"]["evidence"].get("steps_analyzed"):
+        return Answer(cause=None, is_right=False, text="no data")
     issues = [summary["primary_diagnosis"]]
-    for section in ("step_time", "step_memory", "process"):
-        issues += [
-            issue
-            for issue in summary.get(section, {}).get("issues", [])
-            if issue["severity"] in ("warn", "crit")
-        ]
+    issues += summary["step_time"]["issues"] + summary["step_memory"]["issues"]
+    issues += summary["process"]["issues"]
+    _, _, rank, kinds = CAUSES.get(run.cause, (None, None, None, []))
+    right = [
+        issue
+        for issue in issues
+        if issue["kind"] in kinds and (rank in (None, _culprit(issue)) or run.num_ranks == 1)
+    ]
     named = [issue for issue in issues[:1] if issue["severity"] in ("warn", "crit")]
-    if run.cause == "none":
-        first = named[0] if named else None
-        is_right = first is None
-    else:
-        _, _, rank, kinds = CAUSES[run.cause]
-        right = [
-            issue
-            for issue in issues
-            if issue["kind"] in kinds
-            and (rank is None or run.num_ranks == 1 or rank in _ranks_of(issue))
-        ]
-        first = right[0] if right else named[0] if named else None
-        is_right = bool(right)
-    if first is None:
-        return Answer(cause=None, is_right=is_right, text=issues[0]["summary"])
-    culprits = _ranks_of(first)
+    first = (right or named or [None])[0]
     return Answer(
-        cause=first["kind"],
-        rank=culprits[0] if culprits else None,
-        is_right=is_right,
-        text=first["summary"],
+        cause=None if first is None else first["kind"],
+        rank=None if first is None else _culprit(first),
+        is_right=bool(right) if kinds or run.cause != "none" else first is None,
+        text=(first or issues[0])["summary"],
     )
 
 
-def _ranks_of(issue: dict[str, Any]) -> list[int]:
-    """Return the ranks that an issue blames."""
-    culprit = issue.get("evidence", {}).get("culprit_rank")
-    return [culprit] if isinstance(culprit, int) else list(issue.get("ranks", []))
+def _culprit(issue: dict[str, Any]) -> int | None:
+    """Return the rank that a straggler's diagnosis blames."""
+    evidence = issue.get("evidence", {})
+    is_one = "STRAGGLER" in issue["kind"]
+    return evidence.get("culprit_rank", evidence.get("worst", {}).get("rank")) if is_one else None
 
 
 TOOLS = {"watch": (run_watch, judge_watch), "traceml": (run_traceml, judge_traceml)}
