@@ -11,10 +11,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import logging
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import torch
 import torch.distributed as dist
@@ -55,6 +57,39 @@ _COLLECTIVES: Final = (
     "reduce_scatter_tensor",
     "scatter",
 )
+
+
+_READS: Final = ("item", "tolist", "cpu", "__bool__", "__float__", "__int__")
+"""Methods of a tensor for whose values the host waits for the device."""
+
+
+class Batches:
+    """An iteration over a loader; it keeps no batch, so that none lives longer than without it."""
+
+    def __init__(self, iterate: Callable[[], Iterator[Any]], recorder: Recorder) -> None:
+        self._recorder = recorder
+        recorder.enter("data_wait")  # workers start
+        try:
+            self._batches = iterate()
+        finally:
+            recorder.leave()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        batch = None
+        self._recorder.ask(self._batches)
+        try:
+            batch = next(self._batches)
+        finally:
+            self._recorder.got(batch)
+        return batch
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_batches":  # while this object is being unpickled
+            raise AttributeError(name)
+        return getattr(self._batches, name)
 
 
 class ModuleHook:
@@ -118,15 +153,16 @@ class Hooks:
         ):
             self._removals.callback(handle.remove)
         self._replace(torch.autograd, "backward", self._backward)
-        self._replace(torch, "save", self._around("checkpoint"))
+        self.time_calls(torch, "save", "checkpoint")
+        self.time_calls(logging.Logger, "handle", "logging")
         self._replace(nn.Module, "train", self._set_mode)
         if dist.is_available():
             for name in _COLLECTIVES:
-                self._replace(dist, name, self._around("all_reduce"))
-            self._replace(dist.Work, "wait", self._around("all_reduce"))
+                self.time_calls(dist, name, "all_reduce")
+            self.time_calls(dist.Work, "wait", "all_reduce")
         if has_loaders:
-            self._replace(DataLoader, "__iter__", self._make_iterator)
-            self._replace(torch_loaders._BaseDataLoaderIter, "__next__", self._next)  # noqa: SLF001
+            self.watch_loader(DataLoader, "__iter__")
+            self.watch_loader(torch_loaders._BaseDataLoaderIter, "__next__")  # noqa: SLF001
         gc.callbacks.append(recorder.collected)
         self._removals.callback(gc.callbacks.remove, recorder.collected)
 
@@ -134,6 +170,41 @@ class Hooks:
         """Leave torch as it was."""
         self._search.close()
         self._removals.close()
+
+    def time_calls(self, owner: Any, name: str, phase: str) -> None:
+        """Count calls of a function as a phase."""
+        self._replace(owner, name, self._around(phase))
+
+    def watch_loader(self, owner: Any, name: str) -> None:
+        """Note when a loader makes an iterator, or an iterator a batch.
+
+        ``name``: "__next__"; "__iter__" of a loader whose iterators say themselves when they are
+        asked; or "iter" for `__iter__` of another one.
+        """
+        kinds = {"__next__": self._next, "__iter__": self._make_iterator, "iter": self._iterate}
+        self._replace(owner, "__iter__" if name == "iter" else name, kinds[name])
+
+    def _iterate(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def iterate(loader: Any) -> Any:
+            self._recorder.note_workers(loader)
+            return Batches(lambda: original(loader), self._recorder)
+
+        return iterate
+
+    def _wait(self, original: Any) -> Any:
+        recorder = self._recorder
+
+        @functools.wraps(original)
+        def read(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or not tensor.is_cuda:
+                return original(tensor, *args, **kwargs)
+            asked_ns = time.monotonic_ns()
+            value = original(tensor, *args, **kwargs)
+            recorder.synced(time.monotonic_ns() - asked_ns)
+            return value
+
+        return read
 
     def _replace(self, owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
         original = getattr(owner, name)
@@ -190,7 +261,7 @@ class Hooks:
 
         @functools.wraps(original)
         def make_iterator(loader: Any) -> Any:
-            recorder.num_workers = max(recorder.num_workers, loader.num_workers)
+            recorder.note_workers(loader)
             recorder.enter("data_wait")  # workers start
             try:
                 return original(loader)
@@ -274,8 +345,10 @@ class Hooks:
         self._modules.add(module)
         for parameter in module.parameters():
             self._sizes[id(parameter)] = parameter.numel()
-            if parameter.is_cuda:
+            if parameter.is_cuda and not recorder.is_on_device:
                 recorder.use_device(parameter.device)
+                for name in _READS:
+                    self._replace(torch.Tensor, name, self._wait)
         recorder.num_parameters = sum(self._sizes.values())
         before = ModuleHook(recorder, self._begin)
         after = ModuleHook(recorder, lambda _: recorder.end_forward())

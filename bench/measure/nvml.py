@@ -36,16 +36,17 @@ class GpuUse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NvmlWatch:
-    """Samples the first ``num_gpus`` GPUs in a thread between entering and leaving; use as a
-    context manager.
+    """Samples ``num_gpus`` GPUs from number ``first`` on in a thread between entering and leaving;
+    use as a context manager.
 
     ``nvml`` is the module `pynvml` (package nvidia-ml-py), imported if not given. Without it,
     without a driver, or with no GPUs to look at, :meth:`use` is None; :attr:`reason` says why, and
     is logged.
     """
 
-    def __init__(self, num_gpus: int, nvml: Any = None) -> None:
+    def __init__(self, num_gpus: int, nvml: Any = None, *, first: int = 0) -> None:
         self._num_gpus = num_gpus
+        self._first = first
         self._nvml = nvml
         self.reason: str | None = None
         """Why there are no measurements; None where nothing failed."""
@@ -77,7 +78,7 @@ class NvmlWatch:
             kernels, traffic, decoder, jpeg, memory, clock = zip(*samples, strict=True)
             uses.append(
                 GpuUse(
-                    index=index,
+                    index=self._first + index,
                     kernels=mean(kernels) or 0.0,
                     memory_traffic=mean(traffic) or 0.0,
                     decoder=mean(decoder),
@@ -96,7 +97,8 @@ class NvmlWatch:
             nvml.nvmlInit()
             try:
                 self._samples = [[] for _ in range(self._num_gpus)]
-                handles = [self._handle(index) for index in range(self._num_gpus)]
+                numbers = range(self._first, self._first + self._num_gpus)
+                handles = [self._handle(index) for index in numbers]
                 is_stopped = False
                 while not is_stopped:
                     for samples, handle in zip(self._samples, handles, strict=True):

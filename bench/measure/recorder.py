@@ -25,8 +25,10 @@ from typing import Any, BinaryIO, Final, NamedTuple
 
 from fuelrail.bench.measure.clock import NS_PER_MS, NS_PER_S
 from fuelrail.bench.measure.machine import all_cpu_s
+from fuelrail.bench.measure.nvml import NvmlWatch
 from fuelrail.bench.measure.records import (
     PHASES,
+    RankGpu,
     RankHeader,
     RankWriter,
     StepDetails,
@@ -36,6 +38,8 @@ from fuelrail.bench.measure.records import (
 from fuelrail.pipeline.runtime.host import usable_cpus
 
 BUSY: Final = ("forward", "backward", "optimiser")
+NAMED: Final = ("evaluation", "checkpoint", "logging")
+"""Parts of a step's other time."""
 
 # Gaps between two phases that belong to one: the loss is computed before backward, gradients are
 # clipped after it, and a model that is compiled with its hooks shows no forward pass. All other
@@ -55,6 +59,8 @@ _MAX_EVENTS: Final = 4096
 _NUM_RECORDS: Final = 1 << 16
 """Records before each one sums up twice as many steps."""
 _CPU_EVERY_NS: Final = NS_PER_S
+_NAP_S: Final = 50e-6
+"""A sleep, after which the trainer's thread needs Python's lock."""
 _STEPS_ARE_BATCHES: Final = 64
 """Batches without any optimiser's step after which each batch counts as a step."""
 
@@ -69,16 +75,20 @@ class _Mark(NamedTuple):
 
 
 class _CpuTimes(NamedTuple):
-    """CPU time of this process, of its children, of all processes of the host, what the trainer's
-    thread and its living children stood in the queue for a CPU, and the time [ns].
+    """CPU time of this process, of its trainer's thread, of its children, of all processes of the
+    host, what that thread, all threads and the living children stood in the queue for a CPU, the
+    time [ns], and the resident memory of process and children [bytes].
     """
 
     process_ns: int
+    trainer_ns: int
     workers_ns: int
     host_ns: int
     queued_ns: int
+    threads_queued_ns: int
     workers_queued_ns: int
     now_ns: int
+    memory_bytes: int
 
 
 class _Step(NamedTuple):
@@ -127,6 +137,7 @@ class Recorder:
         self.num_workers = 0
         self.num_parameters = 0
         self._device: Any = None  # a torch.device of CUDA
+        self._gpu: NvmlWatch | None = None
         self._writer: RankWriter | None = None
         self._marks: list[_Mark] = []
         self._stack: list[str] = []
@@ -139,6 +150,7 @@ class Recorder:
         self._num_batches = 0
         self._data_queued_ns = 0
         self._asked_queued_ns = 0
+        self._sync_ns = 0
         self._num_counted = 0
         self._num_idle = 0
         self._has_forward = False
@@ -176,11 +188,18 @@ class Recorder:
         except RuntimeWarning:  # where warnings are errors
             sys.stderr.write(f"fuelrail: {text}\n")
 
+    def note_workers(self, loader: Any) -> None:
+        """Note how many workers a loader has, where it says so."""
+        num_workers = getattr(loader, "num_workers", 0)
+        if isinstance(num_workers, int):
+            self.num_workers = max(self.num_workers, num_workers)
+
     def use_device(self, device: Any) -> None:
         """Time phases by events of a CUDA device (``torch.device``) from the next step on."""
         if self._device is None:
             self._device = device
             self._marks.clear()
+            self._gpu = self._files.enter_context(NvmlWatch(1, first=device.index))
 
     @_guarded
     def ask(self, batches: Any = None) -> None:
@@ -240,7 +259,8 @@ class Recorder:
         ``is_training``: with gradients and in training mode. Other forward passes are evaluation
         if their batch sees no backward pass, or has had it.
         """
-        if self._stack or (self._is_evaluating and not is_training):
+        is_closure = is_training and self._stack == ["optimiser"]  # the step of an optimiser calls
+        if (self._stack and not is_closure) or (self._is_evaluating and not is_training):
             self._num_ignored += 1  # a part of another phase
             return
         if not is_training and self._is_trained:
@@ -255,7 +275,7 @@ class Recorder:
     @_guarded
     def end_broadcast(self) -> None:
         """Note that a module that waited for ranks begins its forward pass."""
-        if self._stack == ["all_reduce"]:
+        if self._stack[-1:] == ["all_reduce"]:
             self.leave()
             self._stack.append("forward")
 
@@ -272,6 +292,8 @@ class Recorder:
         """Begin a phase; one inside another interrupts it."""
         if not self._marks:
             self._mark("")
+        elif self._stack == ["optimiser"]:
+            self._mark(_GAPS.get((self._last, phase), "optimiser"))
         elif self._stack:
             self._mark(self._stack[-1])
         elif self._is_evaluating and phase == "all_reduce":  # of a metric
@@ -293,7 +315,7 @@ class Recorder:
             return
         phase = self._stack.pop()
         if phase != "evaluation":
-            self._last = phase
+            self._last = self._last if phase == "logging" else phase
             self._mark(phase)
 
     def gradients_done(self) -> None:
@@ -320,6 +342,10 @@ class Recorder:
         self._was_updated = True
         self._updated_at = len(self._marks) - 1
 
+    def synced(self, host_ns: int) -> None:
+        """Note that the host has waited for a value of the device."""
+        self._sync_ns += host_ns
+
     def collected(self, phase: str, _: Any) -> None:
         """Count garbage collection; an entry of ``gc.callbacks``."""
         now_ns = time.monotonic_ns()
@@ -329,9 +355,15 @@ class Recorder:
             self._collector_ns += now_ns - self._collecting_since_ns
 
     @property
+    def is_on_device(self) -> bool:
+        """Whether phases are timed on a device."""
+        return self._device is not None
+
+    @property
     def is_idle(self) -> bool:
-        """Whether the loop is in none of the phases that have begun."""
-        return self.is_recording and not self._stack and get_ident() == self.thread
+        """Whether the loop is in none of the phases that have begun, or in an optimiser's closure."""
+        is_outside = self._stack in ([], ["optimiser"])
+        return self.is_recording and is_outside and get_ident() == self.thread
 
     @property
     def lacks_forward(self) -> bool:
@@ -347,6 +379,11 @@ class Recorder:
             if self._sum is not None and self._writer is not None:
                 self._writer.write(self._sum)
                 self._sum = None
+            if self._gpu is not None and self._writer is not None:
+                self._gpu.__exit__()
+                uses = self._gpu.use()
+                if uses:
+                    self._writer.write(RankGpu(use=uses[0]))
         except Exception as error:  # noqa: BLE001 - see _guarded
             self.fail(error)
         self.stop()
@@ -385,6 +422,7 @@ class Recorder:
         details = StepDetails(
             collector_ns=self._collector_ns,
             data_queued_ns=self._data_queued_ns,
+            sync_ns=self._sync_ns,
             num_counted=self._num_counted,
             num_idle=self._num_idle,
         )
@@ -399,6 +437,15 @@ class Recorder:
             queued_ns = now.workers_queued_ns - before.workers_queued_ns
             details.workers_queued_ns = max(0, queued_ns)
             details.cpu_wall_ns = now.now_ns - before.now_ns
+            details.trainer_cpu_ns = now.trainer_ns - before.trainer_ns
+            queued_ns = now.threads_queued_ns - before.threads_queued_ns
+            details.threads_queued_ns = max(0, queued_ns)
+            details.lock_ns = self._wait_for_lock()
+            details.memory_bytes = now.memory_bytes
+            if self._device is not None:
+                import torch
+
+                details.device_bytes = torch.cuda.memory_allocated(self._device)
         step = _Step(
             marks=self._marks[: end + 1],
             epoch=self._epoch,
@@ -412,6 +459,7 @@ class Recorder:
         self._collector_ns = 0
         self._num_samples = 0
         self._data_queued_ns = 0
+        self._sync_ns = 0
         self._num_counted = 0
         self._num_idle = 0
         self._is_updated = False
@@ -429,7 +477,7 @@ class Recorder:
             self._reuse(step.marks[:-1])  # the next step begins with the last one
 
     def _record_of(self, step: _Step) -> StepRecord:
-        durations: dict[str, Any] = dict.fromkeys((*PHASES, "evaluation", "checkpoint"), 0)
+        durations: dict[str, Any] = dict.fromkeys((*PHASES, *NAMED), 0)
         cpu_ns = dict.fromkeys(durations, 0)
         launch_ns = 0
         for before, after in itertools.pairwise(step.marks):
@@ -441,9 +489,9 @@ class Recorder:
                 launch_ns += host_ns if after.phase in BUSY else 0
             durations[after.phase] += duration_ns
             cpu_ns[after.phase] += after.cpu_ns - before.cpu_ns
-        step.details.evaluation_ns = durations.pop("evaluation")
-        step.details.checkpoint_ns = durations.pop("checkpoint")
-        durations["other"] += step.details.evaluation_ns + step.details.checkpoint_ns
+        for part in NAMED:
+            durations["other"] += durations[part]
+            setattr(step.details, f"{part}_ns", durations.pop(part))
         step.details.data_cpu_ns = cpu_ns["data_wait"]
         is_host = self._device is None
         start_ns = step.marks[0].ns
@@ -501,24 +549,41 @@ class Recorder:
             return 0
         return int(os.pread(self._statistics.fileno(), 64, 0).split()[1])
 
+    def _wait_for_lock(self) -> int:
+        """Return what the trainer's thread waits for Python's lock when it needs it [ns]."""
+        queued_ns = self._read_queued()
+        asked_ns = time.monotonic_ns()
+        time.sleep(_NAP_S)
+        waited_ns = time.monotonic_ns() - asked_ns - round(_NAP_S * NS_PER_S)
+        return max(0, waited_ns - (self._read_queued() - queued_ns))
+
     def _read_cpu(self) -> _CpuTimes:
         ended = resource.getrusage(resource.RUSAGE_CHILDREN)
         workers_s = ended.ru_utime + ended.ru_stime
         workers_queued_ns = 0
+        threads_queued_ns = 0
+        num_pages = 0
         with contextlib.suppress(OSError):  # one that has just ended, or another system
+            for thread in Path("/proc/self/task").iterdir():
+                threads_queued_ns += int((thread / "schedstat").read_text().split()[1])
+            num_pages += int(Path("/proc/self/statm").read_text().split()[1])
             children = Path(f"/proc/self/task/{get_native_id()}/children").read_text()
             for child in children.split():
+                num_pages += int(Path(f"/proc/{child}/statm").read_text().split()[1])
                 fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
                 workers_s += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
                 workers_queued_ns += int(Path(f"/proc/{child}/schedstat").read_text().split()[1])
         host_s = (all_cpu_s() or 0.0) if self._has_host_cpu else 0.0
         return _CpuTimes(
             process_ns=time.process_time_ns(),
+            trainer_ns=time.thread_time_ns(),
             workers_ns=round(workers_s * NS_PER_S),
             host_ns=round(host_s * NS_PER_S),
             queued_ns=self._read_queued(),
+            threads_queued_ns=threads_queued_ns,
             workers_queued_ns=workers_queued_ns,
             now_ns=time.monotonic_ns(),
+            memory_bytes=num_pages * os.sysconf("SC_PAGE_SIZE"),
         )
 
 
@@ -535,8 +600,9 @@ def _add(total: StepRecord, record: StepRecord) -> StepRecord:
         setattr(record, name, getattr(total, name) + getattr(record, name))
     record.start_ns = total.start_ns
     for name in StepDetails.__struct_fields__:
-        summed = getattr(total.details, name) + getattr(record.details, name)
-        setattr(record.details, name, summed)
+        before = getattr(total.details, name)
+        now = getattr(record.details, name)
+        setattr(record.details, name, now or before if name.endswith("_bytes") else before + now)
     return record
 
 

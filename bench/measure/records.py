@@ -13,6 +13,7 @@ from typing import Any, Literal, Self
 
 import msgspec
 
+from fuelrail.bench.measure.nvml import GpuUse
 from fuelrail.pipeline.runtime.stages import StageClock
 
 # In the order in which they follow each other in a step. `all_reduce` is the exposed part only.
@@ -71,24 +72,32 @@ class StepDetails(msgspec.Struct, kw_only=True, omit_defaults=True):
     """What a watched trainer's step shows besides its phases; times in nanoseconds.
 
     - ``num_steps``: a record of a long run sums up several steps;
-    - ``evaluation_ns``, ``checkpoint_ns``: parts of ``other_ns``;
+    - ``evaluation_ns``, ``checkpoint_ns``, ``logging_ns``: parts of ``other_ns``;
     - ``collector_ns``: Python's garbage collection, in whichever phase;
     - ``data_cpu_ns``, ``data_queued_ns``: CPU time of the trainer's thread while it waited for
       data, and its time in the queue for a CPU;
+    - ``sync_ns``: what the host waited for values of the device, such as in ``.item()``;
     - ``num_counted``, ``num_idle``: batches that torch's loader with workers was asked for, and of
       these those before which all its workers had done their work;
     - ``process_cpu_ns``, ``workers_cpu_ns``, ``host_cpu_ns``: CPU time of the process, of its
       children, and of everything on the host, since the last record that has them (about a
       second), which lasted ``cpu_wall_ns``; ``trainer_queued_ns``, ``workers_queued_ns``: what the
-      trainer's thread and its children stood in the queue for a CPU in that time.
+      trainer's thread and its children stood in the queue for a CPU in that time;
+    - ``trainer_cpu_ns``, ``threads_queued_ns``: also since then, CPU time of the trainer's thread,
+      and what all threads of the process stood in the queue for a CPU;
+    - ``lock_ns``: what the trainer's thread then waited for Python's lock, after a short sleep;
+    - ``memory_bytes``, ``device_bytes``: what the process and its children hold at the end of that
+      time, and what torch has allocated on the device.
     """
 
     num_steps: int = 1
     evaluation_ns: int = 0
     checkpoint_ns: int = 0
+    logging_ns: int = 0
     collector_ns: int = 0
     data_cpu_ns: int = 0
     data_queued_ns: int = 0
+    sync_ns: int = 0
     num_counted: int = 0
     num_idle: int = 0
     process_cpu_ns: int = 0
@@ -97,6 +106,11 @@ class StepDetails(msgspec.Struct, kw_only=True, omit_defaults=True):
     trainer_queued_ns: int = 0
     workers_queued_ns: int = 0
     cpu_wall_ns: int = 0
+    trainer_cpu_ns: int = 0
+    threads_queued_ns: int = 0
+    lock_ns: int = 0
+    memory_bytes: int = 0
+    device_bytes: int = 0
 
 
 class StepRecord(DeviceTimes, kw_only=True, tag="step"):
@@ -256,6 +270,12 @@ class RankEnd(msgspec.Struct, frozen=True, kw_only=True, tag="end"):
     transform: TransformUse | None = None
 
 
+class RankGpu(msgspec.Struct, frozen=True, kw_only=True, tag="gpu"):
+    """What NVML says of a watched rank's GPU, once the watch has ended."""
+
+    use: GpuUse
+
+
 class RankFailure(msgspec.Struct, frozen=True, kw_only=True, tag="failure"):
     """Reason why a rank ended early, in one sentence, and the time on the host's monotonic clock.
 
@@ -277,6 +297,7 @@ Record = (
     | CheckpointSave
     | CheckpointRestore
     | RankEnd
+    | RankGpu
     | RankFailure
 )
 _DECODER = msgspec.json.Decoder(Record)
@@ -318,6 +339,7 @@ class RankLog(msgspec.Struct, kw_only=True):
     saves: list[CheckpointSave] = []
     restored: CheckpointRestore | None = None
     end: RankEnd | None = None
+    gpu: GpuUse | None = None
     failure: RankFailure | None = None
 
 
@@ -342,6 +364,8 @@ def read_rank(path: Path) -> RankLog:
                 log.snapshots.append(record)
             case CheckpointSave():
                 log.saves.append(record)
+            case RankGpu():
+                log.gpu = record.use
             case _:
                 setattr(log, _FIELDS[type(record)], record)
     return log

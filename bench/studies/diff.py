@@ -18,7 +18,7 @@ import numpy as np
 from fuelrail.bench.measure.display import displayed_fields
 from fuelrail.bench.report.console import print_table, report_console
 from fuelrail.bench.report.files import (
-    ReportHeader,
+    ReportHead,
     load_report_of,
     read_report,
 )
@@ -31,6 +31,8 @@ from fuelrail.bench.studies.scale import report as scale_report
 from fuelrail.bench.studies.scale.report import ScaleReport
 from fuelrail.bench.studies.train import report as train_report
 from fuelrail.bench.studies.train.report import Report, step_ratios
+from fuelrail.bench.studies.watch import report as watch_report
+from fuelrail.bench.studies.watch.report import WatchReport
 from fuelrail.pipeline.cli import PrintOptions, print_json
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import CheckedSettings, flag, make_options
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
     from fuelrail.bench.measure.rates import Interval
     from fuelrail.bench.studies.compare.report import CompareReport
 
-    Comparable: TypeAlias = Report | LoaderReport | ScaleReport | CompareReport
+    Comparable: TypeAlias = Report | LoaderReport | ScaleReport | CompareReport | WatchReport
 
 COMPARE_ROOM = "fuelrail.bench.studies.compare"
 FROM_CHECKOUT = (
@@ -49,11 +51,12 @@ FROM_CHECKOUT = (
 _WORSE = 1
 
 
-KINDS: dict[str, tuple[type[ReportHeader], int]] = {
+KINDS: dict[str, tuple[type[ReportHead], int]] = {
     train_report.SCHEMA: (Report, train_report.VERSION),
     loader_report.SCHEMA: (LoaderReport, loader_report.VERSION),
     scale_report.SCHEMA: (ScaleReport, scale_report.VERSION),
     diagnose_report.SCHEMA: (DiagnoseReport, diagnose_report.VERSION),
+    watch_report.SCHEMA: (WatchReport, watch_report.VERSION),
 }
 """The type and the version of each kind of report, by its schema."""
 if find_spec(COMPARE_ROOM) is not None:
@@ -139,7 +142,8 @@ def diff(
     options = make_options(DiffOptions, options, changes)
     old = _load(before)
     new = _load(after)
-    sides = [old.dataset, new.dataset]
+    # A watch of anybody's trainer knows no dataset.
+    sides = [side.dataset for side in (old, new) if not isinstance(side, WatchReport)]
     if not options.other_dataset and len({(side.fingerprint, side.split) for side in sides}) > 1:
         sides_text = " and ".join(
             f"'{side.name}', split '{side.split}' ({side.fingerprint[:12]})" for side in sides
@@ -149,7 +153,9 @@ def diff(
             "dataset, or run with --other-dataset"
         )
     rows = compare(old, new)
-    worse = [change.name for change in rows if change.is_worse(options.threshold)]
+    # Parts of a watched step explain its time, and may grow at each other's cost.
+    judged = rows[:1] if isinstance(new, WatchReport) else rows
+    worse = [change.name for change in judged if change.is_worse(options.threshold)]
     return Comparison(changes=rows, worse=worse, differences=differences(old, new))
 
 
@@ -173,7 +179,8 @@ def load_comparable(path: Path) -> Comparable:
         raise ConfigError(
             f"'{path}' is a diagnosis: compare the reports of its runs, in the folders beside it"
         )
-    if isinstance(report, Report | LoaderReport) and report.figures is None:
+    is_short = isinstance(report, WatchReport) and not report.times
+    if is_short or (isinstance(report, Report | LoaderReport) and report.figures is None):
         raise ConfigError(f"report '{path}' has no figures to compare: its run was too short")
     return report  # type: ignore[no-any-return]
 
@@ -270,6 +277,8 @@ def _figures(report: Any) -> dict[str, Interval]:
             f"step of {run.num_ranks} ranks x {run.batch_size} [ms]": run.step_ms
             for run in report.measured
         }
+    if isinstance(report, WatchReport):
+        return report.times
     if isinstance(report, LoaderReport):
         fields = displayed_fields(LoaderFigures)
         return {
@@ -304,9 +313,7 @@ def differences(before: Comparable, after: Comparable) -> list[str]:
 
 def _conditions(report: Comparable) -> dict[str, Any]:
     machine = report.machine
-    conditions = {
-        "dataset": report.dataset.fingerprint,
-        "split": report.dataset.split,
+    conditions: dict[str, Any] = {
         "processor": machine.cpu,
         "CPUs": machine.num_cpus,
         "GPUs": [gpu.name for gpu in machine.gpus],
@@ -315,6 +322,9 @@ def _conditions(report: Comparable) -> dict[str, Any]:
         **{f"package {name}": version for name, version in machine.packages.items()},
         **{f"option {name}": value for name, value in report.options.items()},
     }
+    if isinstance(report, WatchReport):
+        return conditions | {"ranks": report.num_ranks}
+    conditions |= {"dataset": report.dataset.fingerprint, "split": report.dataset.split}
     if isinstance(report, Report):
         conditions |= {
             "cut off": report.cut_off,
@@ -385,7 +395,7 @@ DIFF = command(
         "after": {"metavar": "B", "type": Path, "help": "the report to judge"},
     },
     options=(DiffOptions, PrintOptions),
-    description="Compares two reports of `bench train`, `loader`, `compare` or `scale`. Exit code "
-    "0: nothing is worse; 1: something is worse by more than --threshold, and the noise "
+    description="Compares two reports of `bench train`, `loader`, `compare` or `scale`, or of "
+    "`fuelrail watch`. Exit code 0: nothing is worse; 1: something is worse by more than --threshold, and the noise "
     "of both does not explain it; 2: no comparison.",
 )

@@ -48,7 +48,7 @@ def _run(args: argparse.Namespace) -> int:
     options = from_flags(args, WatchOptions)
     out = Path(options.out).absolute()
     code = run_watched(args.command, out) if args.command else 0
-    report = conclude(out)
+    report = conclude(out, is_last=True)
     if report is None:
         reason = "no step of a training loop was seen" if args.command else "there are no records"
         sys.stderr.write(f"fuelrail watch: no verdict: {reason} in '{options.out}'\n")

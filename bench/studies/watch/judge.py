@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from fuelrail.bench.measure.occupancy import MOSTLY
 from fuelrail.bench.measure.rates import bootstrap_means
-from fuelrail.bench.measure.recorder import BUSY
+from fuelrail.bench.measure.recorder import BUSY, NAMED
 
 if TYPE_CHECKING:
-    from fuelrail.bench.measure.records import StepRecord
+    from fuelrail.bench.measure.records import StepDetails, StepRecord
 
 PARTS: Final = (
     "data_wait",
@@ -29,6 +29,7 @@ PARTS: Final = (
     "optimiser",
     "evaluation",
     "checkpoint",
+    "logging",
     "other",
     "all_reduce",
 )
@@ -42,6 +43,7 @@ LABELS: Final = {
     "optimiser": "optimiser",
     "evaluation": "evaluation",
     "checkpoint": "checkpoints",
+    "logging": "logging",
     "other": "work outside the phases",
     "all_reduce": "collectives",
 }
@@ -51,16 +53,33 @@ _NOTABLE: Final = 0.02
 _ORDINARY: Final = 0.1
 """What ranks may lose in collectives, and by waiting for each other in turns: no two are alike."""
 _CONTENDED: Final = 0.15
-"""What ranks may lose so, or a rank in computing, where other processes take its CPUs."""
+"""What ranks may lose so, or a rank in computing, where other processes take its CPUs; more where
+its threads stand in the queue.
+"""
+_NOTABLE_CONTENDED: Final = 0.05
+"""What else is not certain there."""
 _LARGE_UPDATE: Final = 1 / 3
 _COMPUTES: Final = 0.6
 _WAITS: Final = 0.3
 _USED_UP: Final = 0.85
 _QUEUED: Final = 0.1
-_LOST = ("data_wait", "host_to_device", "evaluation", "checkpoint", "other")
+_FIRST = ("memory leak", "interpreter lock")
+"""Causes that end the run, or show as others."""
+_LOST = ("data_wait", "host_to_device", *NAMED, "other")
 _EVENTS = ("evaluation", "checkpoint")
 _MIN_EVENTS = 3
 _COLLECTIVE = PARTS.index("all_reduce")
+_HIDDEN = ("data_wait", "other")
+"""What a device does not wait for while its queue has work."""
+_FEW = 0.2
+_NEARLY_ALL = 0.8
+_COLD = 4
+_MIN_STEPS = 10
+_MIN_SAMPLES = 5
+_LEAK_BYTES = 64 << 20
+_LOCKED_MS = 1.5
+_LOCKED_SHARE = 0.3
+_MANY = 1.5
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,15 +134,22 @@ def find_causes(
     ``ranks`` are the measured steps of each rank, as many of each; ``num_workers`` those of a
     rank's loader, ``num_cpus`` of the host, which is loaded where other processes use it too.
     """
-    ordinary = _CONTENDED if is_loaded else _ORDINARY
     numbers = list(ranks)
     every = list(ranks.values())
+    ordinary = _CONTENDED + _queued_of_threads(every) / 2 if is_loaded else _ORDINARY
     parts = np.array([[part_times(step) for step in steps] for steps in every], np.float64)
     wall = np.array([[step.wall_ns for step in steps] for steps in every], np.float64).mean(axis=0)
     lost = {name: parts[:, :, PARTS.index(name)].mean(axis=0) for name in _LOST}
     lost["all_reduce"] = parts[:, :, _COLLECTIVE].min(axis=0)
     loader = _explain_loader(every, num_workers, num_cpus)
-    findings = []
+    notable = _NOTABLE_CONTENDED if is_loaded else _NOTABLE
+    collector = _mean_of(every, "collector_ns")
+    lost["other"] = np.maximum(0.0, lost["other"] - collector)
+    findings = [
+        *_find_leak(ranks),
+        *(_find_lock(every) or _find_threads(every, parts, num_cpus)),
+        *_find_syncs(every, lost, wall),
+    ]
     if len(numbers) > 1:
         late = _find_late(parts)
         costs = np.bincount(late.ranks, late.costs, len(numbers))
@@ -136,7 +162,7 @@ def find_causes(
         is_computing = part in BUSY
         is_one &= not is_computing or late_steps(every)[row] >= MOSTLY
         shares = _share(np.where(chosen, late.costs, 0.0), wall)
-        threshold = _CONTENDED if is_computing and is_loaded else _NOTABLE
+        threshold = _CONTENDED if is_computing and is_loaded else notable
         others = [steps for number, steps in ranks.items() if number != numbers[row]]
         if part == "data_wait" and is_one and num_workers and not _has_stock(others):
             # Of ranks that starve alike, one gets its batch last every time, while those of the
@@ -156,17 +182,16 @@ def find_causes(
         shares = _share(times, wall)
         # What comes now and then is in few steps, and yet no chance.
         is_event = part in _EVENTS and np.count_nonzero(times) >= _MIN_EVENTS
-        threshold = ordinary if part == "all_reduce" else _NOTABLE
+        threshold = ordinary if part == "all_reduce" else notable
         if shares[0 if is_event else 1] > threshold:
             reason = loader if part == "data_wait" else _REASONS[part]
             text = f"{_SUBJECTS[part]} up: {_in_words(shares)}. {reason.text}".strip()
             findings.append(_finding(reason, part, shares, text=text))
-    collector = [[step.details.collector_ns for step in steps] for steps in every]
-    shares = _share(np.array(collector, np.float64).mean(axis=0), wall)
-    if shares[1] > _NOTABLE:
+    shares = _share(collector, wall)
+    if shares[1] > notable:
         text = f"Python's garbage collection holds the loop up: {_in_words(shares)}, within phases."
         findings.append(_finding(_REASONS["collector"], "other", shares, text=text))
-    findings.sort(key=lambda finding: -finding.share)
+    findings.sort(key=lambda finding: (finding.cause not in _FIRST, -finding.share))
     # Work of the accelerator, though rarely what it is for: after what keeps it from working.
     shares = _share(parts[:, :, PARTS.index("optimiser")].mean(axis=0), wall)
     if shares[1] > _LARGE_UPDATE:
@@ -177,13 +202,8 @@ def find_causes(
 
 def part_times(step: StepRecord) -> list[int]:
     """Return a step's times of ``PARTS`` [ns]."""
-    details = step.details
-    named_ns = details.evaluation_ns + details.checkpoint_ns
-    times = {
-        "evaluation": details.evaluation_ns,
-        "checkpoint": details.checkpoint_ns,
-        "other": step.other_ns - named_ns,
-    }
+    times = {part: getattr(step.details, f"{part}_ns") for part in NAMED}
+    times["other"] = step.other_ns - sum(times.values())
     return [times[part] if part in times else step.phase_ns(part) for part in PARTS]
 
 
@@ -262,13 +282,20 @@ def _explain_loader(
 ) -> _Reason:
     steps = [step for rank in ranks for step in rank]
     details = [step.details for step in steps]
+    in_few_steps = _explain_when(ranks, num_workers)
+    if in_few_steps is not None:
+        return in_few_steps
     counted_ns = sum(entry.cpu_wall_ns for entry in details)
     computing = None
     if num_workers == 0:
         waited_ns = sum(step.data_wait_ns - step.details.data_queued_ns for step in steps)
         computing = sum(entry.data_cpu_ns for entry in details) / max(1, waited_ns)
     elif counted_ns:
-        used_ns = sum(entry.workers_cpu_ns for entry in details)
+        # Workers are processes, or threads of this one.
+        used_ns = sum(
+            entry.workers_cpu_ns + max(0, entry.process_cpu_ns - entry.trainer_cpu_ns)
+            for entry in details
+        )
         queued_ns = sum(entry.workers_queued_ns for entry in details)
         computing = used_ns / max(1, counted_ns * num_workers - queued_ns)
     host_cpus = sum(entry.host_cpu_ns for entry in details) / max(1, counted_ns)
@@ -291,11 +318,147 @@ def _explain_loader(
     return _Reason("loader", "", "Try more workers, and look at what they do.")
 
 
+def _explain_when(ranks: Sequence[Sequence[StepRecord]], num_workers: int) -> _Reason | None:
+    """Return the reason of waits that are of the first epoch, or of few steps."""
+    waits = np.array([[step.data_wait_ns for step in steps] for steps in ranks], np.float64)
+    epochs = np.array([step.epoch for step in ranks[0]])
+    is_first = epochs == epochs[0]
+    if _MIN_STEPS <= is_first.sum() <= len(epochs) - _MIN_STEPS:
+        cold_ms = waits[:, is_first].mean() / 1e6
+        warm_ms = waits[:, ~is_first].mean() / 1e6
+        if epochs[0] == 0 and cold_ms > _COLD * warm_ms:
+            text = f"It takes {cold_ms:.1f} ms a step in the first epoch, {warm_ms:.1f} ms later."
+            return _REASONS["cold"]._replace(text=text)
+    longest = np.sort(waits.ravel())[::-1]
+    num_long = int(len(longest) * min(_FEW, _FEW * 2 / max(1, num_workers)))
+    if longest[:num_long].sum() > _NEARLY_ALL * longest.sum():
+        return _REASONS["stalls"]
+    return None
+
+
+def _find_leak(ranks: Mapping[int, Sequence[StepRecord]]) -> list[Finding]:
+    """Return what is certain of memory that grows to the end."""
+    rates: dict[tuple[int, str], float] = {}
+    for rank, steps in ranks.items():
+        for kind in ("memory_bytes", "device_bytes"):
+            held = [(step.step, getattr(step.details, kind)) for step in steps]
+            held = [(number, num_bytes) for number, num_bytes in held if num_bytes]
+            if len(held) < _MIN_SAMPLES:
+                continue
+            numbers, sizes = np.array(held, np.float64).T
+            growth = np.diff(sizes)
+            middle = len(sizes) // 2
+            early = (sizes[middle] - sizes[0]) / (numbers[middle] - numbers[0])
+            late = (sizes[-1] - sizes[middle]) / (numbers[-1] - numbers[middle])
+            is_steady = (growth > 0).mean() > _NEARLY_ALL and late > early / 2
+            if is_steady and sizes[-1] - sizes[0] > _LEAK_BYTES:
+                rates[rank, kind] = late
+    if not rates:
+        return []
+    (rank, kind), rate = max(rates.items(), key=lambda item: item[1])
+    of_one = len({number for number, _ in rates}) == 1 and len(ranks) > 1
+    where = "Device memory" if kind == "device_bytes" else "Memory"
+    whose = f" of rank {rank}" if of_one else ""
+    text = f"{where}{whose} grows by {rate / 2**20:.2f} MiB a step, up to the last."
+    shares = (0.0, 0.0, 0.0)
+    leak = _REASONS["leak"]
+    return [_finding(leak, "other", shares, text=text, rank=rank if of_one else None)]
+
+
+def _find_lock(ranks: Sequence[Sequence[StepRecord]]) -> list[Finding]:
+    """Return whether other Python threads keep the loop from Python's lock."""
+    samples = [entry for steps in ranks for entry in _samples(steps)]
+    waits_ms = np.array([entry.lock_ns / 1e6 for entry in samples])
+    if len(samples) < _MIN_SAMPLES or (waits_ms > _LOCKED_MS).mean() < _LOCKED_SHARE:
+        return []
+    used = [_used_by_others(entry) / entry.cpu_wall_ns for entry in samples]
+    if sum(map(_used_by_others, samples)) < sum(entry.process_cpu_ns for entry in samples) / 2:
+        return []
+    shares = (sum(used) / len(used), min(used), max(used))
+    text = (
+        f"Other Python threads of the process compute {_in_words(shares)} and hold Python's lock: "
+        f"the loop waits {np.quantile(waits_ms, 0.75):.1f} ms for it each time it comes back from torch."
+    )
+    return [_finding(_REASONS["lock"], "other", shares, text=text)]
+
+
+def _find_threads(
+    ranks: Sequence[Sequence[StepRecord]], parts: NDArray[np.float64], num_cpus: float
+) -> list[Finding]:
+    """Return whether the ranks' threads are more than the CPUs, and wait for each other."""
+    num_wanted = 0.0
+    waiting = []
+    for steps in ranks:
+        samples = _samples(steps)
+        used_ns = sum(entry.process_cpu_ns for entry in samples)
+        if not samples or sum(map(_used_by_others, samples)) < used_ns / 2:
+            return []
+        counted_ns = sum(entry.cpu_wall_ns for entry in samples)
+        queued_ns = sum(entry.threads_queued_ns for entry in samples)
+        num_wanted += (used_ns + queued_ns) / counted_ns
+        waiting.append(queued_ns / max(1, used_ns + queued_ns))
+    if num_wanted < _MANY * num_cpus or min(map(_queued_share, ranks)) < _QUEUED:
+        return []
+    phases = parts[:, :, [PARTS.index(name) for name in BUSY]].sum(axis=(0, 1))
+    busy = float(phases.sum() / parts.sum())
+    shares = (busy * sum(waiting) / len(waiting), busy * min(waiting), busy * max(waiting))
+    text = (
+        f"The ranks' own threads hold each other up: {num_wanted:.1f} of them want "
+        f"{num_cpus:g} CPUs, and stand in the queue {_in_words(shares)}."
+    )
+    return [_finding(_REASONS["threads"], BUSY[int(phases.argmax())], shares, text=text)]
+
+
+def _samples(steps: Sequence[StepRecord]) -> list[StepDetails]:
+    """Return the details that have CPU times."""
+    return [step.details for step in steps if step.details.cpu_wall_ns]
+
+
+def _used_by_others(entry: StepDetails) -> int:
+    """Return the CPU time of other threads than the trainer's [ns]."""
+    return entry.process_cpu_ns - entry.trainer_cpu_ns
+
+
+def _find_syncs(
+    ranks: Sequence[Sequence[StepRecord]],
+    lost: dict[str, NDArray[np.float64]],
+    wall: NDArray[np.float64],
+) -> list[Finding]:
+    """Return whether the device idles since the host waits for its values, and take that time out
+    of what is lost otherwise: with its queue full the device would hide it.
+    """
+    waited = _mean_of(ranks, "sync_ns")
+    busy = np.array([[step.device_busy_ns for step in steps] for steps in ranks]).mean(axis=0)
+    if not waited.any():
+        return []
+    idle = sum((lost[name] for name in _HIDDEN), np.zeros(len(wall)))
+    # A step would last as long as the device's work, or as the host's own.
+    saved = np.clip(wall - np.maximum(busy, wall - waited), 0.0, idle)
+    shares = _share(saved, wall)
+    if shares[1] < _NOTABLE:
+        return []
+    for name in _HIDDEN:
+        lost[name] = lost[name] * (1 - saved / np.maximum(1.0, idle))
+    text = (
+        "The host waits for values of the device, such as by .item(), and the device then for the "
+        f"host: {_in_words(shares)}."
+    )
+    return [_finding(_REASONS["sync"], "other", shares, text=text)]
+
+
+def _mean_of(ranks: Sequence[Sequence[StepRecord]], name: str) -> NDArray[np.float64]:
+    """Return the mean over ranks of one of the details, by step."""
+    values = [[getattr(step.details, name) for step in steps] for steps in ranks]
+    means: NDArray[np.float64] = np.array(values, np.float64).mean(axis=0)
+    return means
+
+
 _SUBJECTS: Final = {
     "data_wait": "The loader holds all ranks",
     "host_to_device": "Copies to the device hold all ranks",
     "evaluation": "Evaluation holds all ranks",
     "checkpoint": "Saving checkpoints holds all ranks",
+    "logging": "Logging holds all ranks",
     "other": "Work outside of forward, backward and optimiser holds all ranks",
     "all_reduce": "Collectives themselves, without late ranks, hold all ranks",
 }
@@ -307,6 +470,40 @@ _REASONS: Final = {
         "evaluation", "", "Evaluate less often, on fewer samples, or in another process."
     ),
     "checkpoint": _Reason("checkpoint", "", "Save less often, or in the background."),
+    "logging": _Reason("logging", "", "Log less often, or from another thread."),
+    "cold": _Reason(
+        "cold cache",
+        "",
+        "Only the first epoch is slow: copy the data to a local disk before, or let it be.",
+    ),
+    "stalls": _Reason(
+        "stalls",
+        "Nearly all of that is in few steps.",
+        "Look at what single samples wait for: a slow file, a retry, a worker that starts. A "
+        "larger prefetch_factor hides short ones.",
+    ),
+    "leak": _Reason(
+        "memory leak",
+        "",
+        "Look at what the loop keeps: losses with their graphs, lists of outputs, a cache "
+        "without a bound.",
+    ),
+    "lock": _Reason(
+        "interpreter lock",
+        "",
+        "Move that work to another process, or to code that gives the lock away.",
+    ),
+    "threads": _Reason(
+        "threads",
+        "",
+        "Set OMP_NUM_THREADS, torch.set_num_threads and cv2.setNumThreads so that all ranks "
+        "and workers together have one thread a CPU.",
+    ),
+    "sync": _Reason(
+        "synchronisation",
+        "",
+        "Read values every some steps, or copy them with non_blocking=True and look a step later.",
+    ),
     "other": _Reason(
         "host",
         "",
@@ -354,6 +551,13 @@ def _share(times: NDArray[np.float64], wall: NDArray[np.float64]) -> _Shares:
 def _in_words(shares: _Shares) -> str:
     share, low, high = shares
     return f"{share:.1%} of the time ({low:.1%} to {high:.1%})"
+
+
+def _queued_of_threads(ranks: Sequence[Sequence[StepRecord]]) -> float:
+    """Return what all threads of a rank stand in the queue for a CPU, over the time."""
+    samples = [entry for steps in ranks for entry in _samples(steps)]
+    queued_ns = sum(entry.threads_queued_ns for entry in samples)
+    return queued_ns / max(1, sum(entry.cpu_wall_ns for entry in samples))
 
 
 def _queued_share(steps: Sequence[StepRecord]) -> float:

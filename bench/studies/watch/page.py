@@ -25,7 +25,12 @@ from fuelrail.pipeline.cli import counted
 if TYPE_CHECKING:
     from fuelrail.bench.studies.watch.report import WatchReport
 
-_COLOURS = {**PHASE_COLOURS, "evaluation": "#f0e442", "checkpoint": "#666666"}
+_COLOURS = {
+    **PHASE_COLOURS,
+    "evaluation": "#f0e442",
+    "checkpoint": "#666666",
+    "logging": "#332288",
+}
 
 _METHOD = marked(
     "A step ends with the last update of an optimiser. **Wait for data** is from asking the loader "

@@ -7,9 +7,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from fuelrail.bench.measure.clock import Summary, summarise_ns
 from fuelrail.bench.measure.machine import CpuUse, combine_host_uses, machine_facts
+from fuelrail.bench.measure.nvml import GpuUse
 from fuelrail.bench.measure.occupancy import (
     MIN_MEASURED_STEPS,
     Occupancy,
@@ -18,19 +20,34 @@ from fuelrail.bench.measure.occupancy import (
     occupancy_of,
     window_of,
 )
+from fuelrail.bench.measure.rates import Interval, bootstrap_means
 from fuelrail.bench.measure.records import RankLog, StepRecord, rank_path, read_rank
 from fuelrail.bench.report.files import (
     REPORT_JSON,
     ReportHead,
     created_now,
+    publish,
     publish_json,
 )
-from fuelrail.bench.studies.watch.judge import PARTS, Finding, find_causes, late_steps, part_times
+from fuelrail.bench.studies.watch.export import (
+    PROMETHEUS_FILE,
+    TENSORBOARD_FOLDER,
+    as_prometheus,
+    write_tensorboard,
+)
+from fuelrail.bench.studies.watch.judge import (
+    LABELS,
+    PARTS,
+    Finding,
+    find_causes,
+    late_steps,
+    part_times,
+)
 from fuelrail.pipeline.cli import counted
 
 SCHEMA = "fuelrail-watch"
 
-VERSION = 1
+VERSION = 2
 
 RECORDS = "records"
 
@@ -38,10 +55,14 @@ _WARM_UP = 10
 _MAX_RECORDS = 10_000
 """Of a longer run the last ones are judged."""
 _SHOWN_RANKS = 16
+_MIN_MS = 0.1
+"""Parts of a step below are not compared with those of another run."""
 
 
 class RankTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank's mean step: its time, the shares of ``PARTS``, and how often it came last."""
+    """A rank's mean step: its time, the shares of ``PARTS``, how often it came last, and what NVML
+    says of its GPU.
+    """
 
     rank: int
     device: str
@@ -49,13 +70,15 @@ class RankTimes(msgspec.Struct, frozen=True, kw_only=True):
     occupancy: float
     shares: dict[str, float]
     last_in: float
+    gpu: GpuUse | None = None
 
 
 class WatchReport(ReportHead, frozen=True, kw_only=True):
     """A whole report.
 
     ``findings``: what certainly holds the accelerators up, the largest first; empty where nothing
-    is certain. ``occupancy`` is None where too few steps were made.
+    is certain. ``occupancy`` is None where too few steps were made. ``times``: means of a
+    step and of its parts over ranks, by name, for a comparison with another run.
     """
 
     num_ranks: int
@@ -64,6 +87,7 @@ class WatchReport(ReportHead, frozen=True, kw_only=True):
     occupancy: Occupancy | None
     findings: list[Finding]
     ranks: list[RankTimes]
+    times: dict[str, Interval]
 
     def verdict(self) -> str:
         """Return the run in a sentence or two."""
@@ -103,15 +127,24 @@ class WatchReport(ReportHead, frozen=True, kw_only=True):
             "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
             for row in (header, *rows)
         ]
+        lines += [
+            f"GPU of rank {rank.rank}: kernels ran {rank.gpu.kernels:.0%} of the time, memory "
+            f"{rank.gpu.peak_memory_bytes / 2**30:.1f} GiB, {rank.gpu.mean_sm_clock_mhz:.0f} MHz"
+            for rank in self.ranks[:_SHOWN_RANKS]
+            if rank.gpu is not None
+        ]
         if len(self.ranks) > _SHOWN_RANKS:
             lines.append(f"and {len(self.ranks) - _SHOWN_RANKS} more ranks")
         return "\n".join(lines)
 
 
-def conclude(folder: Path, *, first_rank: int = 0, is_written: bool = True) -> WatchReport | None:
+def conclude(
+    folder: Path, *, first_rank: int = 0, is_written: bool = True, is_last: bool = False
+) -> WatchReport | None:
     """Return the report of the records in a folder; None where there are none.
 
-    ``is_written``: write report.json too, and the page where what draws it is installed.
+    ``is_written``: write report.json and metrics.prom too, and the page where what draws it is
+    installed. ``is_last``: also TensorBoard's scalars, where it is.
     """
     records = folder / RECORDS
     first = read_rank(rank_path(records, first_rank))
@@ -127,6 +160,9 @@ def conclude(folder: Path, *, first_rank: int = 0, is_written: bool = True) -> W
             from fuelrail.bench.report.page import write_report
 
             write_report(report, folder, html=True)
+        publish(folder / PROMETHEUS_FILE, as_prometheus(report).encode())
+        if is_last:
+            write_tensorboard(logs, folder / TENSORBOARD_FOLDER)
     return report
 
 
@@ -148,6 +184,7 @@ def build_report(logs: dict[int, RankLog], *, world: int) -> WatchReport:
     findings: list[Finding] = []
     ranks: list[RankTimes] = []
     step_time = None
+    times: dict[str, Interval] = {}
     disturbed = None
     if window.too_short is None:
         inside = {rank: measured_steps(log.steps, window) for rank, log in logs.items()}
@@ -165,11 +202,12 @@ def build_report(logs: dict[int, RankLog], *, world: int) -> WatchReport:
         )
         every = [step for rank in inside.values() for step in rank]
         step_time = summarise_ns([step.wall_ns // step.details.num_steps for step in every])
+        times = _mean_times(list(inside.values()))
         last = late_steps(list(inside.values()))
         for row, (rank, rank_steps) in enumerate(inside.items()):
             header = logs[rank].header
             wall_ns = sum(step.wall_ns for step in rank_steps)
-            times = zip(*map(part_times, rank_steps), strict=True)
+            columns = zip(*map(part_times, rank_steps), strict=True)
             ranks.append(
                 RankTimes(
                     rank=rank,
@@ -178,9 +216,10 @@ def build_report(logs: dict[int, RankLog], *, world: int) -> WatchReport:
                     occupancy=occupancy.ranks[row].occupancy,
                     shares={
                         part: sum(part_ns) / wall_ns
-                        for part, part_ns in zip(PARTS, times, strict=True)
+                        for part, part_ns in zip(PARTS, columns, strict=True)
                     },
                     last_in=last[row],
+                    gpu=logs[rank].gpu,
                 )
             )
     return WatchReport(
@@ -197,7 +236,29 @@ def build_report(logs: dict[int, RankLog], *, world: int) -> WatchReport:
         occupancy=occupancy,
         findings=findings,
         ranks=ranks,
+        times=times,
     )
+
+
+def _mean_times(ranks: Sequence[Sequence[StepRecord]]) -> dict[str, Interval]:
+    """Return the mean step and its parts, over ranks, with 95 % intervals over blocks of steps."""
+    parts = np.array([[part_times(step) for step in steps] for steps in ranks], np.float64)
+    num_steps = np.array([step.details.num_steps for step in ranks[0]])
+    parts_ms = parts.mean(axis=0) / num_steps[:, None] / 1e6
+    columns = {"step [ms]": parts_ms.sum(axis=1)}
+    columns |= {f"{LABELS[part]} [ms]": parts_ms[:, row] for row, part in enumerate(PARTS)}
+    times = {}
+    for name, values in columns.items():
+        low, high = np.quantile(bootstrap_means(values, seed=0), (0.025, 0.975)).tolist()
+        if low > _MIN_MS:
+            times[name] = Interval(
+                median=float(values.mean()),
+                low=low,
+                high=high,
+                confidence=0.95,
+                num_repeats=len(values),
+            )
+    return times
 
 
 def _cpu_use(steps: Sequence[StepRecord], usable: float) -> CpuUse | None:

@@ -19,11 +19,14 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-from fuelrail.bench.measure.hooks import Hooks
+from fuelrail.bench.measure.hooks import Batches, Hooks
 from fuelrail.bench.measure.recorder import Recorder
+from fuelrail.bench.measure.records import rank_path, read_rank
 from fuelrail.bench.studies.watch.command import FOLDER_VARIABLE
+from fuelrail.bench.studies.watch.export import log_to_wandb
+from fuelrail.bench.studies.watch.packages import watch_packages
 from fuelrail.bench.studies.watch.report import RECORDS, WatchReport, conclude
 from fuelrail.pipeline.errors import ConfigError
 
@@ -53,6 +56,8 @@ class Session:
         self._process = os.getpid()
         self.recorder = Recorder(self.folder / RECORDS, rank=int(rank), world=int(world))
         self._hooks = Hooks(self.recorder, **hooks)
+        has_loaders = bool(hooks.get("has_loaders"))
+        self._waiting = watch_packages(self._hooks, has_loaders=has_loaders)
         atexit.register(self.close)
         Session.current = self
 
@@ -62,11 +67,13 @@ class Session:
         if Session.current is not self or os.getpid() != self._process:
             return
         Session.current = None
+        for package in self._waiting:
+            package.remove()
         self._hooks.remove()
         self.recorder.close()
         try:
             if self._is_printed and (self.is_temporary or self.recorder.rank == 0):
-                report = self.report()
+                report = self.report(is_last=True)
                 if report is not None:
                     sys.stderr.write(f"{report.as_text()}\n")
         except Exception as error:  # noqa: BLE001 - the training was the point, and is over
@@ -74,10 +81,21 @@ class Session:
         if self.is_temporary:
             shutil.rmtree(self.folder, ignore_errors=True)
 
-    def report(self) -> WatchReport | None:
+    def report(self, *, is_last: bool = False) -> WatchReport | None:
         """Judge what all ranks have written so far; None before the first step."""
-        first = self.recorder.rank if self.is_temporary else 0
-        return conclude(self.folder, first_rank=first, is_written=not self.is_temporary)
+        return conclude(
+            self.folder,
+            first_rank=self.recorder.rank if self.is_temporary else 0,
+            is_written=not self.is_temporary,
+            is_last=is_last,
+        )
+
+    def log_to_wandb(self) -> None:
+        """Log this rank's steps to the run of W&B that is active, where there is one."""
+        run = getattr(sys.modules.get("wandb"), "run", None)
+        if run is not None and Session.current is self:
+            self.recorder.close()
+            log_to_wandb(read_rank(rank_path(self.folder / RECORDS, self.recorder.rank)), run)
 
 
 class Watch:
@@ -121,12 +139,10 @@ class Watch:
             )
         self._session = session
         self._recorder = session.recorder
-        num_workers = getattr(loader, "num_workers", 0)
-        if isinstance(num_workers, int):
-            self._recorder.num_workers = max(self._recorder.num_workers, num_workers)
+        self._recorder.note_workers(loader)
 
     def __iter__(self) -> Iterator[Any]:
-        return _Batches(self.loader, self._recorder)
+        return Batches(lambda: iter(self.loader), self._recorder)
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]
@@ -141,7 +157,14 @@ class Watch:
         return self._session.report()
 
     def finish(self) -> None:
-        """End the recording, as the end of the process does, and print the verdict."""
+        """End the recording, as the end of the process does, and print the verdict.
+
+        The steps are logged to a run of W&B that is active, which it is no more at the end.
+        """
+        try:
+            self._session.log_to_wandb()
+        except Exception as error:  # noqa: BLE001 - the training was the point
+            sys.stderr.write(f"fuelrail: the watch is not logged to W&B: {error}\n")
         self._session.close()
 
 
@@ -152,27 +175,3 @@ def start_by_environment() -> None:
     """Record this process, as ``fuelrail watch`` asks for, which prints the verdict itself."""
     if Session.current is None:
         Session(os.environ[FOLDER_VARIABLE], is_printed=False, has_loaders=True)
-
-
-class _Batches:
-    """An iteration; it keeps no batch, so that none lives longer than without it."""
-
-    def __init__(self, loader: Iterable[Any], recorder: Recorder) -> None:
-        self._recorder = recorder
-        recorder.enter("data_wait")  # workers start
-        try:
-            self._batches = iter(loader)
-        finally:
-            recorder.leave()
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> Any:
-        batch = None
-        self._recorder.ask(self._batches)
-        try:
-            batch = next(self._batches)
-        finally:
-            self._recorder.got(batch)
-        return batch

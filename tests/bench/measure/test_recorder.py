@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import io
 import itertools
+import logging
 import pickle
+import sys
 import types
 
 import pytest
@@ -279,6 +281,42 @@ def test_an_exception_in_a_phase_leaves_no_phase_open(loop):
     assert phases(loop.end()[1])["forward"] == 2 * FORWARD
 
 
+def test_passes_in_an_optimisers_closure_are_told_apart(loop):
+    class Closing(Update):
+        def step(self, closure=None):
+            with torch.enable_grad():
+                closure()
+            return super().step()
+
+    def learn():
+        loss = loop.model(batch).sum()
+        loop.clock.pass_by(3)
+        loss.backward()
+
+    optimizer = Closing(loop.model.parameters(), lr=0.1)
+    for _ in range(3):
+        batch = loop.batch()
+        optimizer.step(learn)
+    assert phases(loop.end()[1]) == PLAIN | {"forward": FORWARD + 3}
+
+
+def test_logging_is_told_apart_and_divides_no_phase(loop):
+    class SlowHandler(logging.Handler):
+        def emit(self, record):
+            loop.clock.pass_by(LOG)
+
+    log = logging.getLogger("test of a watch")
+    log.addHandler(SlowHandler())
+    for _ in range(3):
+        loop.learn()
+        log.warning("between backward and update")
+        loop.clock.pass_by(3)
+        loop.update()
+    step = loop.end()[1]
+    assert step.details.logging_ns == LOG
+    assert phases(step) == PLAIN | {"optimiser": UPDATE + 3, "other": LOG}
+
+
 def test_only_the_given_optimisers_steps_count(clock, tmp_path):
     loop = Loop(clock, tmp_path, optimizer=(given := torch.optim.SGD([nn.Parameter()], lr=1)))
     for _ in range(4):
@@ -317,6 +355,7 @@ def test_torch_is_left_as_it_was(clock, tmp_path):
         return [
             torch.autograd.backward,
             torch.save,
+            logging.Logger.handle,
             nn.Module.train,
             dist.all_reduce,
             dist.Work.wait,
@@ -386,6 +425,37 @@ def test_events_are_read_once_the_device_has_passed_them_and_nothing_waits(
     assert steps[1].host_to_device_ns == 1_000_000
     assert steps[1].launch_ns == FORWARD + BACKWARD + UPDATE
     assert phases(steps[1])["data_wait"] == 1_000_000
+
+
+def test_waits_for_values_of_the_device_are_counted_and_nvml_is_asked(clock, monkeypatch, tmp_path):
+    card = types.SimpleNamespace(
+        NVML_CLOCK_SM=0,
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: None,
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetHandleByUUID=lambda _: 0,
+        nvmlDeviceGetUtilizationRates=lambda _: types.SimpleNamespace(gpu=40, memory=10),
+        nvmlDeviceGetMemoryInfo=lambda _: types.SimpleNamespace(used=2**30),
+        nvmlDeviceGetClockInfo=lambda *_: 1500,
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", card)
+    original = torch.Tensor.item
+    with FakeCuda(monkeypatch):
+        weight = nn.Parameter(torch.ones(1, device="cuda"))
+        model = nn.ParameterList([weight])
+        loop = Loop(clock, tmp_path, models=[model])
+        loop.learn()
+        loop.update()
+        weight.detach().item()
+        torch.ones(1).item()
+        loop.learn()
+        loop.update()
+        loop.learn()
+        loop.end()
+    log = read_rank(rank_path(tmp_path, 0))
+    assert [step.details.sync_ns > 0 for step in log.steps] == [True, False]
+    assert (log.gpu.kernels, log.gpu.peak_memory_bytes) == (0.4, 2**30)
+    assert torch.Tensor.item is original
 
 
 def test_rows_are_counted_without_touching_the_batch():

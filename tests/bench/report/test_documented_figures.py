@@ -24,6 +24,7 @@ from fuelrail.bench.studies.compare.report import load_compare_report
 from fuelrail.bench.studies.diff import load_comparable
 from fuelrail.bench.studies.resume.session import SCHEMA, VERSION, ResumeReport
 from support.bench_runs import RESULTS
+from support.watched.battery import Battery
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -437,12 +438,28 @@ def resumed() -> Iterator[str]:
     yield f"each of {len(report.histories)} histories {report.times} times"
 
 
+def watched() -> Iterator[str]:
+    report = msgspec.json.decode((RESULTS / "watch.json").read_bytes(), type=Battery)
+    assert report.machine.uncommitted_changes is False
+    yield report.as_text()
+    num_clean = sum(run.cause == "none" for run in report.runs)
+    yield f"put {len(report.runs) - num_clean} causes into small trainings"
+    yield f"left {num_clean} clean"
+    disturbed = sum(run.answers["watch"].disturbed is not None for run in report.runs)
+    yield f"in {disturbed} of {len(report.runs)} runs other processes used the CPUs"
+    ours = report.num_right("watch", is_clean=False), report.num_right("watch", is_clean=True)
+    theirs = report.num_right("traceml", is_clean=False), report.num_right("traceml", is_clean=True)
+    yield f"`fuelrail watch` named {ours[0]} causes right and none in {ours[1]} clean runs"
+    yield f"`traceml-ai` {theirs[0]} and {theirs[1]}"
+    assert ours[0] >= 36 and ours[1] == num_clean
+
+
 CLAIMS = {
     "docs/loader.md": shared_batches,
     "docs/sources.md": video_of_logs,
     "README.md": readme,
     "bench/RESULTS.md": lambda: chain(
-        compared(), decoded(), scaled(), sharded(), stored_logits(), resumed()
+        compared(), decoded(), scaled(), sharded(), stored_logits(), resumed(), watched()
     ),
     "docs/sharding.md": sharding_page,
     "docs/guides/your-dataset.md": your_dataset,
@@ -471,6 +488,8 @@ CONDITIONS = {
         "288 rows in 24 shards, 12 rows a step over 2 or 4 ranks: 24 steps an epoch, two epochs",
         "Python 3.11",
         "Python 3.12",
+        "on 2 and 4 ranks",
+        "traceml-ai 0.5.0",
     ],
     "docs/sharding.md": ["1600x900"],
     "docs/sources.md": ["from 1080p at 30 Hz to JPEGs of 576x320 at 10 Hz"],

@@ -8,10 +8,11 @@ import pytest
 
 from fuelrail.__main__ import main
 from fuelrail.bench.report.files import publish_json
-from fuelrail.bench.studies.diff import compare, differences
+from fuelrail.bench.studies.diff import compare, diff, differences
 from fuelrail.pipeline.errors import ConfigError
 from support.bench_runs import MACHINE, SETTINGS, log, report_of, step
 from support.loader_runs import loader_report_of, loader_run
+from support.watch_records import rank, report_on
 
 
 def noisy(seed, *, slower_ms=0.0, count=60, settings=SETTINGS):
@@ -199,3 +200,14 @@ def test_fewer_than_three_repeats_give_no_interval_and_no_verdict():
         False,
     )
     assert compare(three_runs, three_runs)[0].ratio_low is not None
+
+
+def test_a_watch_is_worse_if_its_step_is_and_its_parts_say_why():
+    before = report_on(rank(), rank())
+    slower = diff(before, report_on(rank({"data_wait": 20}), rank({"data_wait": 20})))
+    assert slower.worse == ["step [ms]"]
+    ratios = {change.name: change.ratio for change in slower.changes}
+    assert ratios["wait for data [ms]"] == pytest.approx(20)
+    assert ratios["forward pass [ms]"] == pytest.approx(1)
+    shifted = {"data_wait": 6, "forward": 25}
+    assert diff(before, report_on(rank(shifted), rank(shifted))).worse == []

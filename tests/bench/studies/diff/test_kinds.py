@@ -11,11 +11,13 @@ from fuelrail.pipeline.errors import ConfigError
 from support.compare_runs import compare_report_of, contestant
 from support.loader_runs import loader_report_of, loader_run
 from support.scale_runs import scale_report
+from support.watch_records import rank, report_on
 
 REPORTS = {
     "fuelrail-bench-loader": lambda: loader_report_of([loader_run()]),
     "fuelrail-bench-compare": lambda: compare_report_of([contestant("fuelrail:turbo", [900.0])]),
     "fuelrail-bench-scale": scale_report,
+    "fuelrail-watch": lambda: report_on(rank(), rank({"forward": 35})),
 }
 
 

@@ -91,6 +91,31 @@ def test_after_ctrl_c_there_is_a_verdict(script: Path, tmp_path: Path) -> None:
     assert process.returncode == 130
 
 
+@pytest.mark.slow
+@pytest.mark.long
+def test_a_job_whose_rank_dies_ends_with_a_verdict(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, signal, torch\n"
+        "import torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)\n"
+        "rows = [torch.ones(4)] * 400\n"
+        "for step, batch in enumerate(torch.utils.data.DataLoader(rows, 2)):\n"
+        "    model(batch).sum().backward()\n"
+        "    optimizer.step()\n"
+        "    if step == 60 and dist.get_rank() == 1:\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    out = tmp_path / "out"
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, script)
+    code, said, _ = run("--out", out, "--", sys.executable, *launch)
+    assert code == 1
+    assert "on 2 ranks" in said
+    assert len(read_rank(rank_path(out / "records", 1)).steps) >= 58
+
+
 def test_a_command_keeps_its_exit_code_and_a_sitecustomize_is_run(tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()

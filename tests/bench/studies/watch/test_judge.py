@@ -2,47 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+import msgspec
 import pytest
 
-from fuelrail.bench.measure.records import RankHeader, RankLog, StepDetails, StepRecord
 from fuelrail.bench.report.page import render_markdown, render_page
-from fuelrail.bench.studies.watch.judge import PARTS
-from fuelrail.bench.studies.watch.report import build_report
+from support.watch_records import PLAIN, STEPS, rank, record, report_on
 
-STEPS = 60
-PLAIN = {"data_wait": 1, "forward": 30, "backward": 50, "optimiser": 5, "all_reduce": 2, "other": 1}
-
-
-def record(number: int, times: dict[str, float], **details: int) -> StepRecord:
-    """A step of these milliseconds, which vary by a per mille."""
-    ns = {part: round(ms * 1e6 * (1 + 1e-3 * (number % 3))) for part, ms in times.items()}
-    named = {f"{part}_ns": ns.pop(part, 0) for part in ("evaluation", "checkpoint")}
-    ns["other"] = ns.get("other", 0) + sum(named.values())
-    start_ns = number * sum(ns.values())
-    return StepRecord(
-        step=number,
-        epoch=0,
-        num_samples=8,
-        num_images=0,
-        loss=None,
-        start_ns=start_ns,
-        end_ns=start_ns + sum(ns.values()),
-        device_busy_ns=ns["forward"] + ns["backward"] + ns["optimiser"],
-        details=StepDetails(**named, **details),
-        **{f"{phase}_ns": ns.get(phase, 0) for phase in PARTS if f"{phase}_ns" not in named},
-    )
-
-
-def report_on(*ranks: list[StepRecord], world: int | None = None, num_workers: int = 0):
-    header = RankHeader(
-        device="d", backend="gloo", num_parameters=1, world=len(ranks), num_workers=num_workers
-    )
-    logs = {rank: RankLog(header=header, steps=steps) for rank, steps in enumerate(ranks)}
-    return build_report(logs, world=world or len(ranks))
-
-
-def rank(times: dict[str, float] | None = None, **details: int) -> list[StepRecord]:
-    return [record(number, PLAIN | (times or {}), **details) for number in range(STEPS)]
+if TYPE_CHECKING:
+    from fuelrail.bench.measure.records import StepRecord
 
 
 def test_ranks_without_losses_have_no_finding():
@@ -113,6 +82,11 @@ def test_a_loader_with_workers_is_to_blame_alone_only_if_those_of_other_ranks_ha
         (0, {"data_cpu_ns": 2_000_000}, "storage"),
         (2, {"cpu_wall_ns": 1_000, "workers_cpu_ns": 1_900}, "preprocessing"),
         (2, {"cpu_wall_ns": 1_000, "workers_cpu_ns": 100}, "storage"),
+        (
+            2,
+            {"cpu_wall_ns": 1_000, "process_cpu_ns": 2_000, "trainer_cpu_ns": 100},
+            "preprocessing",
+        ),
         (2, {"cpu_wall_ns": 1_000, "workers_cpu_ns": 900}, "loader"),
     ],
 )
@@ -126,6 +100,7 @@ def test_a_loader_computes_or_waits(num_workers, details, cause):
     [
         ({"host_to_device": 20}, "copy"),
         ({"evaluation": 20}, "evaluation"),
+        ({"logging": 20}, "logging"),
         ({"other": 20}, "host"),
         ({"optimiser": 60}, "optimiser"),
     ],
@@ -148,6 +123,89 @@ def test_an_evaluation_in_few_steps_is_named_if_it_came_three_times(count):
 def test_garbage_collection_is_named():
     (finding,) = report_on(rank(collector_ns=9_000_000)).findings
     assert finding.cause == "garbage collection"
+
+
+def test_garbage_that_is_collected_outside_the_phases_is_named_once():
+    (finding,) = report_on(rank({"other": 21}, collector_ns=20_000_000)).findings
+    assert finding.cause == "garbage collection"
+
+
+def sampled(times: dict[str, float], *, every: int = 6, **details: int) -> list[StepRecord]:
+    """Steps of which each sixth has the process's times, of a second."""
+    samples = {"cpu_wall_ns": 10**9, "process_cpu_ns": 10**8, "trainer_cpu_ns": 10**8} | details
+    return [
+        record(number, PLAIN | times, **(samples if number % every == 0 else {}))
+        for number in range(STEPS)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "is_leak"),
+    [
+        (lambda number: 10**9 + number * 5 * 10**6, True),
+        (lambda number: 10**9 + min(number, 25) * 5 * 10**6, False),
+        (lambda number: 10**9 + number * 10**5, False),
+    ],
+    ids=["to-the-end", "of-a-cache-that-is-full", "a-little"],
+)
+@pytest.mark.parametrize("kind", ["memory_bytes", "device_bytes"])
+def test_memory_that_grows_to_the_end_is_named_with_its_rank(sizes, is_leak, kind):
+    steps = [
+        record(number, PLAIN, **({kind: sizes(number)} if number % 6 == 0 else {}))
+        for number in range(STEPS)
+    ]
+    findings = report_on(rank(), steps).findings
+    expected = [("memory leak", 1)] if is_leak else []
+    assert [(finding.cause, finding.rank) for finding in findings] == expected
+    if is_leak:
+        assert "grows by 4.77 MiB a step" in findings[0].text
+
+
+def test_a_lock_that_other_threads_hold_is_named():
+    held = {"process_cpu_ns": 10**9, "trainer_cpu_ns": 10**8}
+    (finding,) = report_on(sampled({}, lock_ns=5_000_000, **held)).findings
+    assert finding.cause == "interpreter lock"
+    assert "waits 5.0 ms" in finding.text
+    assert not report_on(sampled({}, lock_ns=5_000_000)).findings
+    assert not report_on(sampled({}, lock_ns=100_000, **held)).findings
+
+
+def test_more_threads_than_cpus_are_named():
+    many = {"process_cpu_ns": 10**9, "threads_queued_ns": 900 * 10**9, "trainer_queued_ns": 10**9}
+    steps = sampled({}, **many)
+    (finding,) = report_on(steps, steps).findings
+    assert (finding.cause, finding.phase, finding.rank) == ("threads", "backward", None)
+    others = sampled({}, **many | {"trainer_cpu_ns": 10**9})
+    assert not report_on(others, others).findings
+
+
+def test_a_wait_of_the_first_epoch_or_of_few_steps_is_told_apart():
+    def waiting(long, ms):
+        return [
+            msgspec.structs.replace(
+                record(number, PLAIN | {"data_wait": ms if long(number) else 1}),
+                epoch=int(number >= 30),
+            )
+            for number in range(STEPS)
+        ]
+
+    cold = report_on(waiting(lambda number: number < 30, 40)).findings[0]
+    assert (cold.cause, cold.phase) == ("cold cache", "data_wait")
+    assert "40.0 ms a step in the first epoch, 1.0 ms later" in cold.text
+    stalls = report_on(waiting(lambda number: number % 10 == 5, 900)).findings[0]
+    assert stalls.cause == "stalls"
+    assert report_on(waiting(lambda number: number % 2 == 1, 90)).findings[0].cause == "storage"
+
+
+def test_values_that_are_read_from_the_device_are_named_if_its_queue_would_hide_the_rest():
+    steps = rank({"data_wait": 9, "other": 9}, sync_ns=70_000_000)
+    (finding,) = report_on(steps).findings
+    assert (finding.cause, finding.phase) == ("synchronisation", "other")
+    assert finding.share == pytest.approx(18 / 105, rel=1e-2)
+    # What the host itself needs would not be hidden.
+    first, second = report_on(rank({"data_wait": 90}, sync_ns=9_000_000)).findings
+    assert (first.cause, second.cause) == ("storage", "synchronisation")
+    assert second.share == pytest.approx(9 / 178, rel=1e-2)
 
 
 def test_a_collective_that_takes_long_on_all_ranks_is_named():
