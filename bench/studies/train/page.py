@@ -91,6 +91,11 @@ _ON_A_CPU = (
     "The model ran on this machine’s CPU: its times and rates say nothing of a GPU’s, nor whether "
     "the loader keeps up with one."
 )
+_TITLES = {
+    "cuda": "How busy were the accelerators?",
+    "emulated": "How busy does this host keep emulated accelerators?",
+    "cpu": "Where does a step’s time go on this CPU?",
+}
 _COMPUTING = ("forward", "backward", "optimiser")
 
 
@@ -137,9 +142,7 @@ def describe(report: Report, plots: Mapping[str, str]) -> Document:
     return document(
         report,
         brand="Fuelrail training report",
-        title="Where does a step’s time go on this CPU?"
-        if on_cpu
-        else "How busy were the accelerators?",
+        title=_TITLES[report.accelerator["kind"]],
         subtitle=subtitle,
         parts=parts,
     )
@@ -201,6 +204,8 @@ def _verdict(report: Report) -> list[Block]:
     }
     kinds["cpu"] = "of the time in forward, backward and optimiser, on a CPU"
     kind = kinds[report.accelerator["kind"]]
+    if _emulated(report):
+        kind += f", with the published times of {report.accelerator['network']}"
     meaning = f"{kind}, mean of {report.num_ranks}; lowest rank {figures.occupancy.lowest:.1%}"
     names = {}
     if _on_cpu(report):

@@ -106,14 +106,15 @@ _Shares: TypeAlias = tuple[float, float, float]
 def find_causes(
     ranks: Mapping[int, Sequence[StepRecord]],
     *,
-    num_workers: int,
+    num_workers: int | None,
     num_cpus: float,
     is_loaded: bool,
 ) -> list[Finding]:
     """Return what certainly holds the accelerators up, the largest share first.
 
     ``ranks`` are the measured steps of each rank, as many of each; ``num_workers`` those of a
-    rank's loader, ``num_cpus`` of the host, which is loaded where other processes use it too.
+    rank's loader (None: nothing says what it does while the trainer waits), ``num_cpus`` of the
+    host, which is loaded where other processes use it too.
     """
     ordinary = _CONTENDED if is_loaded else _ORDINARY
     numbers = list(ranks)
@@ -138,7 +139,7 @@ def find_causes(
         shares = _share(np.where(chosen, late.costs, 0.0), wall)
         threshold = _CONTENDED if is_computing and is_loaded else _NOTABLE
         others = [steps for number, steps in ranks.items() if number != numbers[row]]
-        if part == "data_wait" and is_one and num_workers and not _has_stock(others):
+        if part == "data_wait" and is_one and num_workers != 0 and not _has_stock(others):
             # Of ranks that starve alike, one gets its batch last every time, while those of the
             # others are made when they come out of the collective.
             lost["data_wait"] += np.where(chosen, late.costs - late.excess, 0.0)
@@ -258,7 +259,7 @@ def _finding(
 
 
 def _explain_loader(
-    ranks: Sequence[Sequence[StepRecord]], num_workers: int, num_cpus: float
+    ranks: Sequence[Sequence[StepRecord]], num_workers: int | None, num_cpus: float
 ) -> _Reason:
     steps = [step for rank in ranks for step in rank]
     details = [step.details for step in steps]
@@ -267,7 +268,7 @@ def _explain_loader(
     if num_workers == 0:
         waited_ns = sum(step.data_wait_ns - step.details.data_queued_ns for step in steps)
         computing = sum(entry.data_cpu_ns for entry in details) / max(1, waited_ns)
-    elif counted_ns:
+    elif num_workers and counted_ns:
         used_ns = sum(entry.workers_cpu_ns for entry in details)
         queued_ns = sum(entry.workers_queued_ns for entry in details)
         computing = used_ns / max(1, counted_ns * num_workers - queued_ns)

@@ -102,6 +102,8 @@ def test_the_page_is_well_formed_and_tells_what_the_report_tells(run):
     for said in (
         "This run used an emulated GPU",
         "emulated Test GPU",
+        "keep emulated accelerators?",
+        *(["with the published times of test network"] if report.figures is not None else []),
         "a test's invention",
     ):
         assert (said in page.text) == emulated
