@@ -83,6 +83,7 @@ class Hooks:
         models: modules whose calls are forward passes; empty: they are looked for.
         optimizer: the one whose steps count; None: all.
         has_loaders: whether torch's loaders say when the loop asks for a batch.
+        on_ask: called with a loader before it is asked for a batch, where ``has_loaders``.
     """
 
     def __init__(
@@ -92,12 +93,15 @@ class Hooks:
         models: Iterable[nn.Module] = (),
         optimizer: Any = None,
         has_loaders: bool = False,
+        on_ask: Callable[[Any], None] = lambda _: None,
     ) -> None:
         self._recorder = recorder
         # A trainer's wrapper, such as Accelerate's, has the optimiser that torch knows inside.
         self._optimizer = getattr(optimizer, "optimizer", optimizer)
         self._removals = contextlib.ExitStack()
         self._search = contextlib.ExitStack()
+        self._on_ask = on_ask
+        self._loaders = weakref.WeakKeyDictionary[Any, Any]()
         self._modules = weakref.WeakSet[nn.Module]()
         self._is_searching = False
         self._num_searches = 0
@@ -129,6 +133,11 @@ class Hooks:
             self._replace(torch_loaders._BaseDataLoaderIter, "__next__", self._next)  # noqa: SLF001
         gc.callbacks.append(recorder.collected)
         self._removals.callback(gc.callbacks.remove, recorder.collected)
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """Modules whose calls are forward passes."""
+        return list(self._modules)
 
     def remove(self) -> None:
         """Leave torch as it was."""
@@ -193,9 +202,11 @@ class Hooks:
             recorder.num_workers = max(recorder.num_workers, loader.num_workers)
             recorder.enter("data_wait")  # workers start
             try:
-                return original(loader)
+                iterator = original(loader)
             finally:
                 recorder.leave()
+            self._loaders[iterator] = loader
+            return iterator
 
         return make_iterator
 
@@ -205,6 +216,7 @@ class Hooks:
         @functools.wraps(original)
         def next_batch(iterator: Any) -> Any:
             batch = None
+            self._on_ask(self._loaders.get(iterator))
             recorder.ask(iterator)
             try:
                 batch = original(iterator)

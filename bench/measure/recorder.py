@@ -359,6 +359,25 @@ class Recorder:
         self._reuse(step.marks[:-1])  # the next step begins with the last one
         return self._record_of(step)
 
+    @property
+    def is_at_border(self) -> bool:
+        """Whether the loop has made a step's update, and nothing of the next step."""
+        return self.is_idle and self._is_updated and not self._is_evaluating
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Leave out of all records what is done inside, at a step's border."""
+        self._close(self._updated_at)
+        self._write_passed()
+        self.is_recording = False
+        try:
+            yield
+        finally:
+            self._drop_marks(1)
+            self._marks.clear()  # the event of the first one is of the step before, too
+            self._cpu = self._read_cpu()
+            self.is_recording = True
+
     def close(self) -> None:
         """Write what is left, and record no more."""
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -51,11 +52,32 @@ class RankTimes(msgspec.Struct, frozen=True, kw_only=True):
     last_in: float
 
 
+class Remedy(msgspec.Struct, frozen=True, kw_only=True):
+    """A change that was tried, the line to change, the step's time with it, and the share of the
+    step that it saves with the ends of its 95 % interval.
+    """
+
+    name: str
+    line: str
+    step_ms: float
+    gain: float
+    low: float
+    high: float
+
+    def as_text(self) -> str:
+        """Return the remedy in a line."""
+        ends = f"{self.low:.1%} to {self.high:.1%}"
+        if self.low <= 0 <= self.high:
+            return f"saves nothing certain ({ends}): {self.line}"
+        return f"saves {self.gain:.1%} of the step ({ends}): {self.line}"
+
+
 class WatchReport(ReportHead, frozen=True, kw_only=True):
     """A whole report.
 
     ``findings``: what certainly holds the accelerators up, the largest first; empty where nothing
-    is certain. ``occupancy`` is None where too few steps were made.
+    is certain. ``occupancy`` is None where too few steps were made. ``remedies`` were tried, best
+    first.
     """
 
     num_ranks: int
@@ -64,6 +86,7 @@ class WatchReport(ReportHead, frozen=True, kw_only=True):
     occupancy: Occupancy | None
     findings: list[Finding]
     ranks: list[RankTimes]
+    remedies: list[Remedy] = msgspec.field(default_factory=list)
 
     def verdict(self) -> str:
         """Return the run in a sentence or two."""
@@ -77,6 +100,7 @@ class WatchReport(ReportHead, frozen=True, kw_only=True):
         """Return the verdict, what else was found, and a line for each rank."""
         lines = [self.verdict()]
         lines += [f"also: {finding.text}" for finding in self.findings[1:]]
+        lines += [f"tried: {remedy.as_text()}" for remedy in self.remedies]
         lines += [f"note: {warning}" for warning in self.warnings]
         if self.disturbed is not None:
             lines.append(f"note: measured on a loaded host: {self.disturbed}")
@@ -120,7 +144,11 @@ def conclude(folder: Path, *, first_rank: int = 0, is_written: bool = True) -> W
     logs = {first_rank: first}
     if first_rank == 0:
         logs |= {rank: read_rank(rank_path(records, rank)) for rank in range(1, first.header.world)}
-    report = build_report(logs, world=first.header.world)
+    files = [remedies_path(records, rank) for rank in logs]
+    tried = [
+        msgspec.json.decode(file.read_bytes(), type=list[Remedy]) for file in files if file.exists()
+    ]
+    report = build_report(logs, world=first.header.world, tried=tried)
     if is_written:
         publish_json(folder / REPORT_JSON, report)
         if find_spec("jinja2") is not None:
@@ -130,8 +158,25 @@ def conclude(folder: Path, *, first_rank: int = 0, is_written: bool = True) -> W
     return report
 
 
-def build_report(logs: dict[int, RankLog], *, world: int) -> WatchReport:
-    """Judge the records of ranks, by their numbers."""
+def remedies_path(folder: Path, rank: int) -> Path:
+    """Return the path of the remedies that a rank tried."""
+    return folder / f"remedies-{rank:05d}.json"
+
+
+def build_report(
+    logs: dict[int, RankLog], *, world: int, tried: Sequence[Sequence[Remedy]] = ()
+) -> WatchReport:
+    """Judge the records of ranks, by their numbers, with the remedies that each one tried."""
+    by_name: dict[str, list[Remedy]] = {}
+    for remedy in itertools.chain.from_iterable(tried):
+        by_name.setdefault(remedy.name, []).append(remedy)
+    # The ranks go on together, so that one to which a remedy brings less holds the others up.
+    remedies = [
+        min(found, key=lambda remedy: remedy.gain)
+        for found in by_name.values()
+        if len(found) == len(tried)
+    ]
+    remedies.sort(key=lambda remedy: -remedy.gain)
     missing = [rank for rank in range(world) if not logs.get(rank, RankLog()).steps]
     warnings = []
     if missing:
@@ -197,6 +242,7 @@ def build_report(logs: dict[int, RankLog], *, world: int) -> WatchReport:
         occupancy=occupancy,
         findings=findings,
         ranks=ranks,
+        remedies=remedies,
     )
 
 

@@ -23,7 +23,8 @@ from typing import Any, Self
 
 from fuelrail.bench.measure.hooks import Hooks
 from fuelrail.bench.measure.recorder import Recorder
-from fuelrail.bench.studies.watch.command import FOLDER_VARIABLE
+from fuelrail.bench.studies.watch.command import FOLDER_VARIABLE, TRY_VARIABLE
+from fuelrail.bench.studies.watch.remedies import SECONDS, Trials
 from fuelrail.bench.studies.watch.report import RECORDS, WatchReport, conclude
 from fuelrail.pipeline.errors import ConfigError
 
@@ -52,7 +53,8 @@ class Session:
         self._is_printed = is_printed
         self._process = os.getpid()
         self.recorder = Recorder(self.folder / RECORDS, rank=int(rank), world=int(world))
-        self._hooks = Hooks(self.recorder, **hooks)
+        self._hooks = Hooks(self.recorder, on_ask=self.before_batch, **hooks)
+        self._trials: Trials | None = None
         atexit.register(self.close)
         Session.current = self
 
@@ -73,6 +75,15 @@ class Session:
             sys.stderr.write(f"fuelrail: the watch has no verdict: {error}\n")
         if self.is_temporary:
             shutil.rmtree(self.folder, ignore_errors=True)
+
+    def try_remedies(self, seconds: float) -> None:
+        """Try remedies as soon as there are steps enough to know the trainer's pace."""
+        self._trials = Trials(self.recorder, seconds)
+
+    def before_batch(self, loader: Any) -> None:
+        """Note that the loop is about to ask a loader for a batch."""
+        if self._trials is not None and self._trials.are_made(loader, self._hooks.modules):
+            self._trials = None
 
     def report(self) -> WatchReport | None:
         """Judge what all ranks have written so far; None before the first step."""
@@ -126,7 +137,7 @@ class Watch:
             self._recorder.num_workers = max(self._recorder.num_workers, num_workers)
 
     def __iter__(self) -> Iterator[Any]:
-        return _Batches(self.loader, self._recorder)
+        return _Batches(self.loader, self._session)
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]
@@ -140,6 +151,17 @@ class Watch:
         """Judge the steps so far, of all ranks that write to the folder; None before the first."""
         return self._session.report()
 
+    def try_remedies(self, *, seconds: float = SECONDS) -> None:
+        """Find out what other settings of the loader would bring, and print it.
+
+        After 40 steps the loop pauses between two steps; each trial takes some ``seconds``. A trial
+        is made with this loader, on this machine, at the pace of this training: of other numbers of
+        workers and of batches that they fetch ahead, workers that stay, one thread of OpenCV and
+        BLAS in each, our decoder, our shards, pinned memory and ``channels_last``. Nothing of the
+        training is changed by it. Loaders are tried that are torch's, or built on it.
+        """
+        self._session.try_remedies(seconds)
+
     def finish(self) -> None:
         """End the recording, as the end of the process does, and print the verdict."""
         self._session.close()
@@ -151,14 +173,18 @@ watch = Watch
 def start_by_environment() -> None:
     """Record this process, as ``fuelrail watch`` asks for, which prints the verdict itself."""
     if Session.current is None:
-        Session(os.environ[FOLDER_VARIABLE], is_printed=False, has_loaders=True)
+        session = Session(os.environ[FOLDER_VARIABLE], is_printed=False, has_loaders=True)
+        if os.environ.get(TRY_VARIABLE):
+            session.try_remedies(SECONDS)
 
 
 class _Batches:
     """An iteration; it keeps no batch, so that none lives longer than without it."""
 
-    def __init__(self, loader: Iterable[Any], recorder: Recorder) -> None:
-        self._recorder = recorder
+    def __init__(self, loader: Iterable[Any], session: Session) -> None:
+        self._loader = loader
+        self._session = session
+        self._recorder = recorder = session.recorder
         recorder.enter("data_wait")  # workers start
         try:
             self._batches = iter(loader)
@@ -170,6 +196,7 @@ class _Batches:
 
     def __next__(self) -> Any:
         batch = None
+        self._session.before_batch(self._loader)
         self._recorder.ask(self._batches)
         try:
             batch = next(self._batches)
