@@ -60,14 +60,14 @@ _COLLECTIVES: Final = (
 class ModuleHook:
     """A hook of a module, which is not in copies and pickles of it."""
 
-    def __init__(self, recorder: Recorder, call: Callable[[nn.Module], None]) -> None:
+    def __init__(self, recorder: Recorder, call: Callable[..., None]) -> None:
         self._recorder = recorder
         self._call = call
 
-    def __call__(self, module: nn.Module, *_: Any) -> None:
+    def __call__(self, module: nn.Module, *args: Any) -> None:
         """Call it, unless the module is being compiled."""
         if not torch.compiler.is_compiling():
-            self._recorder.call(self._call, module)
+            self._recorder.call(self._call, module, *args)
 
     def __reduce__(self) -> Any:
         # A checkpoint of a whole module needs a hook, and no part of this package: one of Python's
@@ -274,7 +274,7 @@ class Hooks:
         self._search.callback(register_module_forward_pre_hook(before).remove)
         self._search.callback(register_module_forward_hook(after, always_call=True).remove)
 
-    def _begin(self, module: nn.Module) -> None:
+    def _begin(self, module: nn.Module, *_: Any) -> None:
         is_training = module.training and torch.is_grad_enabled()
         self._recorder.begin_forward(is_training, is_broadcast=_has_broadcast(module))
 
@@ -290,14 +290,14 @@ class Hooks:
                 recorder.use_device(parameter.device)
         recorder.num_parameters = sum(self._sizes.values())
         before = ModuleHook(recorder, self._begin)
-        after = ModuleHook(recorder, lambda _: recorder.end_forward())
+        after = ModuleHook(recorder, lambda *_: recorder.end_forward())
         handles = [
             module.register_forward_pre_hook(before, prepend=True),
             module.register_forward_hook(after, always_call=True),
         ]
         inner = getattr(module, "module", None)
         if _has_broadcast(module) and isinstance(inner, nn.Module):
-            synced = ModuleHook(recorder, lambda _: recorder.end_broadcast())
+            synced = ModuleHook(recorder, lambda *_: recorder.end_broadcast())
             handles.append(inner.register_forward_pre_hook(synced, prepend=True))
             self._listen_to(inner)  # which evaluation often calls
         for handle in handles:

@@ -148,6 +148,7 @@ class Recorder:
         self._is_updated = False
         self._was_updated = False
         self._updated_at = 0
+        self._is_after_pause = False
         self._collector_ns = 0
         self._collecting_since_ns = 0
         self._pending: deque[_Step] = deque()
@@ -366,7 +367,9 @@ class Recorder:
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Leave out of all records what is done inside, at a step's border."""
+        """Leave out of all records what is done inside, at a step's border, and the next step, in
+        which ranks may wait for each other's end of it.
+        """
         self._close(self._updated_at)
         self._write_passed()
         self.is_recording = False
@@ -376,6 +379,7 @@ class Recorder:
             self._drop_marks(1)
             self._marks.clear()  # the event of the first one is of the step before, too
             self._cpu = self._read_cpu()
+            self._is_after_pause = True
             self.is_recording = True
 
     def close(self) -> None:
@@ -450,7 +454,9 @@ class Recorder:
             num_samples=self._num_samples,
             details=details,
         )
-        self._pending.append(step)
+        if not self._is_after_pause:
+            self._pending.append(step)
+        self._is_after_pause = False
         if len(self._pending) > _MAX_PENDING:
             self._pending.popleft()
         self._marks = self._marks[end:]

@@ -34,6 +34,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
+from fuelrail.bench.measure.hooks import ModuleHook
 from fuelrail.bench.measure.rates import bootstrap_means
 from fuelrail.bench.measure.records import rank_path, read_rank
 from fuelrail.bench.studies.watch.report import Remedy, remedies_path
@@ -123,7 +124,7 @@ class Trials:
         self._recorder = recorder
         self._seconds = seconds
         self._asked: Any = None
-        self._starts_s = math.inf
+        self._num_borders = 0
         self._inputs: dict[nn.Module, _Inputs] | None = None
 
     def are_made(self, loader: Any, modules: Sequence[nn.Module]) -> bool:
@@ -136,16 +137,14 @@ class Trials:
             return not recorder.is_recording
         is_training = self._asked is loader  # which gave the batch of the step that is over
         self._asked = loader
-        if not is_training or not recorder.is_at_border or recorder.num_steps < _WARM_UP:
-            return False
-        self._starts_s = min(self._starts_s, time.monotonic() + self._seconds)
-        if recorder.num_steps < NUM_STEPS or time.monotonic() < self._starts_s:
-            return False
+        self._num_borders += is_training and recorder.is_at_border
+        if not is_training or not recorder.is_at_border or self._num_borders < NUM_STEPS:
+            return False  # the number is the same on all ranks
         try:
             if self._inputs is None:  # noted in the step that follows
                 self._inputs = {}
                 for module in modules:
-                    _note_inputs(module, self._inputs)
+                    _note_inputs(module, self._inputs, recorder)
                 return False
             with recorder.pause():
                 self._try(loader)
@@ -159,7 +158,8 @@ class Trials:
         is_first = recorder.rank == 0
         if is_first:
             sys.stderr.write("fuelrail: the training pauses, remedies are tried\n")
-        steps = read_rank(rank_path(recorder.folder, recorder.rank)).steps[_WARM_UP:][-_MOST_STEPS:]
+        steps = read_rank(rank_path(recorder.folder, recorder.rank)).steps[_WARM_UP:]
+        steps = [step for step in steps if step.details.num_steps == 1][-_MOST_STEPS:]
         remedies = try_loader(loader, steps, seconds=self._seconds) + try_pinning(loader, steps)
         for module, inputs in (self._inputs or {}).items():
             remedies += try_channels_last(module, inputs, steps)
@@ -171,7 +171,7 @@ class Trials:
             sys.stderr.write("".join(f"fuelrail: {line}\n" for line in lines))
 
 
-def _note_inputs(module: nn.Module, inputs: dict[nn.Module, _Inputs]) -> None:
+def _note_inputs(module: nn.Module, inputs: dict[nn.Module, _Inputs], recorder: Recorder) -> None:
     """Note the shapes of what the next call of a module is given, if that is tensors alone."""
     if not any(isinstance(part, nn.Conv2d) for part in module.modules()):
         return
@@ -184,7 +184,7 @@ def _note_inputs(module: nn.Module, inputs: dict[nn.Module, _Inputs]) -> None:
         if args and all(isinstance(value, torch.Tensor) for value in args):
             inputs[inner] = [(value.shape, value.dtype, value.device) for value in args]
 
-    handle = module.register_forward_pre_hook(note)
+    handle = module.register_forward_pre_hook(ModuleHook(recorder, note))
 
 
 def try_loader(
@@ -206,27 +206,24 @@ def try_loader(
         epoch_steps = math.ceil(len(loader) / num_batches)
         if epoch_steps * steps_ns.mean() > _WHOLE_EPOCHS * seconds * 1e9:
             epoch_steps = None
-    now = bootstrap_means(steps_ns, seed=0)
-    as_it_is: NDArray[np.float64] | None = None
-    remedies = []
+    found: dict[_Trial, list[float]] = {}
     with tempfile.TemporaryDirectory(prefix="fuelrail-remedies-") as folder:
-        for number, trial in enumerate(_trials(loader, epoch_steps, Path(folder))):
+        first, *others = _trials(loader, epoch_steps, Path(folder))
+        for number, trial in enumerate((first, *others, first)):
             run = functools.partial(
                 _run_trial, trial, pace, number=number, seconds=seconds, epoch_steps=epoch_steps
             )
-            times = _in_fork(run, trial.name)
-            if not times and as_it_is is None:
+            found[trial] = [*found.get(trial, ()), *_in_fork(run, trial.name)]
+            if not found[first]:
                 return []
-            if not times:
-                continue
-            means = bootstrap_means(np.array(times), seed=number + 1) * 1e9
-            if as_it_is is None:
-                as_it_is = means
-            else:
-                # What the trial of the loader as it is misses of a real step, the others miss too.
-                means *= now.mean() / as_it_is
-                remedies.append(_remedy(trial.name, trial.line, means, now))
-    return remedies
+    now = bootstrap_means(steps_ns, seed=0)
+    # What the trial of the loader as it is misses of a real step, the others miss too.
+    missed = now.mean() / bootstrap_means(np.array(found.pop(first)), seed=1)
+    return [
+        _remedy(trial.name, trial.line, bootstrap_means(np.array(times), seed=2) * missed, now)
+        for trial, times in found.items()
+        if times
+    ]
 
 
 def _remedy(name: str, line: str, means: NDArray[np.float64], now: NDArray[np.float64]) -> Remedy:

@@ -65,6 +65,8 @@ class Session:
             return
         Session.current = None
         self._hooks.remove()
+        if self._trials is not None and self.recorder.rank == 0:
+            sys.stderr.write("fuelrail: no remedies were tried: the training made too few steps\n")
         self.recorder.close()
         try:
             if self._is_printed and (self.is_temporary or self.recorder.rank == 0):

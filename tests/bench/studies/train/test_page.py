@@ -132,10 +132,10 @@ def test_pages_of_equal_reports_are_equal():
 @pytest.mark.parametrize(
     ("times", "said"),
     [
-        ({"wait_ms": 30}, "the loader"),
-        ({"reduce_ms": 30}, "the all-reduce"),
-        ({"other_ms": 30}, "the host"),
-        ({}, "bound by compute"),
+        ({"wait_ms": 30}, "The loader holds"),
+        ({"reduce_ms": 30}, "Collectives themselves"),
+        ({"other_ms": 30}, "Work outside"),
+        ({}, "Nothing certain holds"),
     ],
 )
 def test_the_verdict_names_the_largest_loss(times, said):

@@ -217,7 +217,7 @@ def test_headline_bar_and_sentence_agree_on_a_loaded_host():
     assert bar == pytest.approx(report.figures.occupancy.mean)
     assert share["other"] == pytest.approx(1 - bar)
     assert share["other"] > 0.2
-    assert "The largest loss is the host outside the phases (“other”)" in verdict(report)
+    assert "Work outside of forward, backward and optimiser holds all ranks up" in verdict(report)
 
 
 CPU = msgspec.structs.replace(SETTINGS, accelerator="cpu", profile=None, model="own:Net")
