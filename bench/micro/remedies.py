@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 import fuelrail as fr
 from fuelrail.bench.measure.machine import CpuWatch, machine_facts
 from fuelrail.bench.measure.records import rank_path, read_rank
+from fuelrail.bench.studies.watch.remedies import OneThread
 from fuelrail.bench.studies.watch.report import RECORDS, remedies_path
 from fuelrail.pipeline.transforms.image import ImageAugment
 
@@ -52,7 +53,7 @@ _BATCH: Final = 4
 _HEIGHT, _WIDTH = 180, 320
 
 
-class Rows(Dataset[torch.Tensor]):
+class FaultyRows(Dataset[torch.Tensor]):
     """Images of a fault."""
 
     def __init__(self, case: str, files: list[Path], *, is_applied: bool) -> None:
@@ -95,7 +96,7 @@ class Rows(Dataset[torch.Tensor]):
         return torch.from_numpy(pixels.copy()).permute(2, 0, 1) / 255
 
 
-class Stream(IterableDataset[torch.Tensor]):
+class SlowStream(IterableDataset[torch.Tensor]):
     """Rows that come from slow reads."""
 
     def __iter__(self) -> Iterator[torch.Tensor]:
@@ -121,20 +122,13 @@ def make_loader(case: str, folder: Path, *, is_applied: bool) -> Any:
     if is_applied and value:
         options[name] = value == "True" or int(value)
     if is_applied and remedy == "one thread":
-        options["worker_init_fn"] = limit_threads
+        options["worker_init_fn"] = OneThread(None)
     if case == "workers that start each epoch":
         options["worker_init_fn"] = start_slowly
     if case == "slow reads of a stream":
-        return DataLoader(Stream(), _BATCH, **options)
-    rows = Rows(case, files, is_applied=is_applied)
+        return DataLoader(SlowStream(), _BATCH, **options)
+    rows = FaultyRows(case, files, is_applied=is_applied)
     return DataLoader(rows, _BATCH, shuffle=True, drop_last=True, **options)
-
-
-def limit_threads(_: int) -> None:
-    """Compute in one thread in this worker."""
-    import threadpoolctl
-
-    threadpoolctl.threadpool_limits(1)
 
 
 def start_slowly(_: int) -> None:
@@ -150,7 +144,7 @@ def train(case: str, folder: Path, *, is_applied: bool, is_tried: bool) -> tuple
     model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 1))
     is_channels_last = is_applied and CASES[case][0] == "channels_last"
     form = torch.channels_last if is_channels_last else torch.contiguous_format
-    model.to(memory_format=form)
+    model.to(memory_format=form)  # type: ignore[call-overload]
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     with tempfile.TemporaryDirectory() as out:
         loader = make_loader(case, folder, is_applied=is_applied)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import hashlib
+import importlib
 import itertools
 import math
 import multiprocessing
@@ -24,6 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import msgspec
@@ -62,6 +64,8 @@ _BLOCK: Final = bytes(1 << 16)
 _NUM_COMPARED: Final = 6
 _COPIED_BYTES: Final = 1 << 24
 _JOIN_S: Final = 5.0
+_OVER_RANKS: Final = {"DTensor", "FullyShardedDataParallel", "SyncBatchNorm"}
+"""Parts of models whose copies would communicate."""
 
 
 _Inputs: TypeAlias = list[tuple[torch.Size, torch.dtype, torch.device]]
@@ -80,22 +84,22 @@ class Pace(NamedTuple):
     @classmethod
     def of_steps(cls, steps: Sequence[StepRecord], num_batches: int) -> Pace:
         """Return the pace of the mean step."""
-        wall_ns = np.mean([step.wall_ns for step in steps])
-        work_ns = wall_ns - np.mean([step.data_wait_ns for step in steps])
-        cpu_ns = np.mean([step.cpu_ns for step in steps])
-        queued_ns = np.mean([step.queued_ns for step in steps])
         details = [step.details for step in steps]
+        wall_ns = fmean(step.wall_ns for step in steps)
+        work_ns = wall_ns - fmean(step.data_wait_ns for step in steps)
+        cpu_ns = fmean(step.cpu_ns for step in steps)
+        queued_ns = fmean(step.queued_ns for step in steps)
         seen_ns = sum(entry.cpu_wall_ns for entry in details)
         if seen_ns:
             used_ns = wall_ns * sum(entry.process_cpu_ns for entry in details) / seen_ns
-            cpu_ns = max(cpu_ns, used_ns - np.mean([entry.data_cpu_ns for entry in details]))
+            cpu_ns = max(cpu_ns, used_ns - fmean(entry.data_cpu_ns for entry in details))
             stood_ns = wall_ns * sum(entry.trainer_queued_ns for entry in details) / seen_ns
-            queued_ns = stood_ns - np.mean([entry.data_queued_ns for entry in details])
+            queued_ns = stood_ns - fmean(entry.data_queued_ns for entry in details)
         # What it stands in the queue for a CPU now, it will in a trial.
         work_ns = max(1.0, work_ns - max(0.0, queued_ns))
         num_threads = max(1, round(cpu_ns / work_ns))
         own_ns = min(cpu_ns / num_threads, work_ns)
-        return cls(num_batches, num_threads, float(own_ns), float(work_ns - own_ns))
+        return cls(num_batches, num_threads, own_ns, work_ns - own_ns)
 
 
 class _Trial(NamedTuple):
@@ -160,9 +164,18 @@ class Trials:
             sys.stderr.write("fuelrail: the training pauses, remedies are tried\n")
         steps = read_rank(rank_path(recorder.folder, recorder.rank)).steps[_WARM_UP:]
         steps = [step for step in steps if step.details.num_steps == 1][-_MOST_STEPS:]
-        remedies = try_loader(loader, steps, seconds=self._seconds) + try_pinning(loader, steps)
+        ways = [
+            functools.partial(try_loader, loader, steps, seconds=self._seconds),
+            functools.partial(try_pinning, loader, steps),
+        ]
         for module, inputs in (self._inputs or {}).items():
-            remedies += try_channels_last(module, inputs, steps)
+            ways.append(functools.partial(try_channels_last, module, inputs, steps))
+        remedies: list[Remedy] = []
+        for way in ways:
+            try:
+                remedies += way()
+            except Exception as error:  # noqa: BLE001 - of the caller's own code, in another use
+                sys.stderr.write(f"fuelrail: {way.func.__name__}: {error}\n")
         remedies.sort(key=lambda remedy: -remedy.gain)
         path = remedies_path(recorder.folder, recorder.rank)
         path.write_bytes(msgspec.json.encode(remedies))
@@ -281,7 +294,7 @@ def _trials(loader: DataLoader[Any], epoch_steps: int | None, folder: Path) -> l
             calls.append("threadpoolctl.threadpool_limits(1)")
         if calls:
             line = f"DataLoader(..., worker_init_fn=lambda _: ({', '.join(calls)}))"
-            offer("one thread", line, worker_init_fn=_OneThread(loader.worker_init_fn))
+            offer("one thread", line, worker_init_fn=OneThread(loader.worker_init_fn))
     line = "fr.decode_jpeg(Path(path).read_bytes()) in place of PIL.Image.open(path) or "
     line += "cv2.imread(path)"
     make = functools.partial(_with_own_decoder, loader, changed)
@@ -350,7 +363,7 @@ def _in_fork(function: Callable[[], list[float]], name: str) -> list[float]:
     process.start()
     sender.close()
     try:
-        return receiver.recv() if receiver.poll(_LONGEST_S) else []  # type: ignore[no-any-return]
+        return receiver.recv() if receiver.poll(_LONGEST_S) else []
     except EOFError:
         return []
     finally:
@@ -372,21 +385,20 @@ class _Endless:
         return itertools.islice(epochs, self._num_left_out, None)
 
 
-class _OneThread:
+class OneThread:
     """Starts a worker in which OpenCV and BLAS compute in one thread."""
 
     def __init__(self, inner: Callable[[int], None] | None) -> None:
         self._inner = inner
 
     def __call__(self, worker: int) -> None:
+        """Start a worker."""
         if self._inner is not None:
             self._inner(worker)
         if "cv2" in sys.modules:
             sys.modules["cv2"].setNumThreads(0)
         if find_spec("threadpoolctl") is not None:
-            import threadpoolctl
-
-            threadpoolctl.threadpool_limits(1)
+            importlib.import_module("threadpoolctl").threadpool_limits(1)
 
 
 def _with_own_decoder(
@@ -404,7 +416,7 @@ def _with_own_decoder(
         next(num_decoded)
         return decode_jpeg(data, order=order)
 
-    pillow = sys.modules.get("PIL.Image")
+    pillow: Any = sys.modules.get("PIL.Image")
     if pillow is not None:
         opened = pillow.open
 
@@ -474,14 +486,17 @@ def _shards_of(
     from fuelrail.sharding.sources.shared.files import LINKED
 
     item = _first_item(loader)
-    parts = item.values() if isinstance(item, dict) else item
-    shapes = [
-        getattr(part, "shape", ()) for part in (parts if isinstance(parts, tuple) else [item])
+    parts = list(item.values()) if isinstance(item, dict) else item
+    parts = parts if isinstance(parts, tuple | list) else [item]
+    shapes = [getattr(part, "shape", ()) for part in parts]
+    sizes: list[tuple[int, ...]] = [
+        tuple(shape) for shape in shapes if len(shape) == 3 and 3 in (shape[0], shape[-1])
     ]
-    sizes = [tuple(shape) for shape in shapes if len(shape) == 3 and 3 in (shape[0], shape[-1])]
     if not sizes:
         raise _DoesNotApply
-    height, width = sizes[0][1:] if sizes[0][0] == 3 else sizes[0][:2]
+    is_planes = sizes[0][0] == 3
+    height = sizes[0][1 if is_planes else 0]
+    width = sizes[0][2 if is_planes else 1]
     images = folder / "images" / "images"
     images.mkdir(parents=True)
     for number, file in enumerate(files):
@@ -523,21 +538,25 @@ def try_channels_last(
     random inputs of these shapes.
     """
     weights = [part.weight for part in model.modules() if isinstance(part, nn.Conv2d)]
-    if not any(weight.is_contiguous() and weight[0].numel() > 1 for weight in weights):
+    kinds = {type(part).__name__ for part in (*model.modules(), *model.parameters())}
+    if kinds & _OVER_RANKS or not any(
+        weight.is_contiguous() and weight[0].numel() > 1 for weight in weights
+    ):
         return []
     states = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(), torch.enable_grad():
-        twin = copy.deepcopy(model)
+    devices = {place.index or 0 for _, _, place in inputs if place.type == "cuda"}
+    with torch.random.fork_rng(devices), torch.enable_grad():
         tensors = [torch.rand(shape, device=place).to(kind) for shape, kind, place in inputs]
 
-        def pass_through(form: torch.memory_format) -> None:
-            twin.to(memory_format=form)
+        def pass_through(twin: nn.Module, form: torch.memory_format) -> None:
             parts = [part.to(memory_format=form) if part.dim() == 4 else part for part in tensors]
             leaves = [leaf for leaf in tree_leaves(twin(*parts)) if isinstance(leaf, torch.Tensor)]
-            torch.stack([leaf.sum() for leaf in leaves if leaf.requires_grad]).sum().backward()
+            torch.stack([leaf.sum() for leaf in leaves if leaf.requires_grad]).sum().backward()  # type: ignore[no-untyped-call]
 
         forms = (torch.contiguous_format, torch.channels_last)
-        ways = [functools.partial(pass_through, form) for form in forms]
+        models: list[Any] = [copy.deepcopy(model) for _ in forms]
+        twins = [twin.to(memory_format=form) for twin, form in zip(models, forms, strict=True)]
+        ways = [functools.partial(pass_through, *pair) for pair in zip(twins, forms, strict=True)]
         line = "model.to(memory_format=torch.channels_last), and its images too"
         found = _compare("channels_last", line, steps, ("forward", "backward"), ways)
     random.setstate(states[0])
