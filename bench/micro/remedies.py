@@ -4,6 +4,9 @@ and what it gains when it is made.
 ::
 
     python -m fuelrail.bench.micro.remedies --out bench/results/remedies.json
+
+On a loaded host ``--slower 10`` makes all that sleeps ten times as long, against which what other
+processes take is little; what computes stays as it is.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -28,7 +32,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 import fuelrail as fr
 from fuelrail.bench.measure.machine import CpuWatch, machine_facts
 from fuelrail.bench.measure.records import rank_path, read_rank
-from fuelrail.bench.studies.watch.remedies import OneThread
+from fuelrail.bench.studies.watch.remedies import SECONDS, OneThread
 from fuelrail.bench.studies.watch.report import RECORDS, remedies_path
 from fuelrail.pipeline.transforms.image import ImageAugment
 
@@ -47,10 +51,23 @@ CASES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
 """The remedy that is made in each case, and the options of its loader."""
 
 _NUM_STEPS: Final = 120
-_NUM_TURNS: Final = 2
-_WARM_UP: Final = 20
+_NUM_SLOW_STEPS: Final = 60
+_WARM_UP: Final = 10
 _BATCH: Final = 4
 _HEIGHT, _WIDTH = 180, 320
+
+
+_SLOWER_VARIABLE: Final = "FUELRAIL_REMEDIES_SLOWER"
+
+
+def slower() -> float:
+    """Return how many times as long as usual sleeps are."""
+    return float(os.environ.get(_SLOWER_VARIABLE, "1"))
+
+
+def sleep(seconds: float) -> None:
+    """Sleep, in place of storage or an accelerator."""
+    time.sleep(seconds * slower())
 
 
 class FaultyRows(Dataset[torch.Tensor]):
@@ -70,7 +87,7 @@ class FaultyRows(Dataset[torch.Tensor]):
         if self.case.startswith("JPEGs"):
             return self.decode(self.files[row % len(self.files)])
         if self.case.startswith("slow storage"):
-            time.sleep(0.015)
+            sleep(0.015)
         elif self.case == "slow transform":
             values = np.random.default_rng(row).random(150_000)
             for _ in range(2):
@@ -81,7 +98,7 @@ class FaultyRows(Dataset[torch.Tensor]):
             for _ in range(6):
                 matrix = matrix @ matrix * 1e-3
         elif self.case == "now and then a slow sample" and row % 40 == 0:
-            time.sleep(0.3)
+            sleep(0.3)
         return torch.full((3, 64, 64), row / 2000)
 
     def decode(self, path: Path) -> torch.Tensor:
@@ -102,7 +119,7 @@ class SlowStream(IterableDataset[torch.Tensor]):
     def __iter__(self) -> Iterator[torch.Tensor]:
         info = get_worker_info()
         for row in range(0, 4000, info.num_workers if info else 1):
-            time.sleep(0.012)
+            sleep(0.012)
             yield torch.full((3, 64, 64), row / 4000)
 
 
@@ -133,7 +150,7 @@ def make_loader(case: str, folder: Path, *, is_applied: bool) -> Any:
 
 def start_slowly(_: int) -> None:
     """Open what a worker needs."""
-    time.sleep(0.2)
+    sleep(0.2)
 
 
 def train(case: str, folder: Path, *, is_applied: bool, is_tried: bool) -> tuple[float, list[Any]]:
@@ -150,15 +167,16 @@ def train(case: str, folder: Path, *, is_applied: bool, is_tried: bool) -> tuple
         loader = make_loader(case, folder, is_applied=is_applied)
         watched = fr.watch(loader, model=model, optimizer=optimizer, out=out)
         if is_tried:
-            watched.try_remedies()
+            watched.try_remedies(seconds=SECONDS if slower() == 1 else 2 * SECONDS)
+        num_steps = _NUM_STEPS if slower() == 1 else _NUM_SLOW_STEPS
         batches = itertools.chain.from_iterable(itertools.repeat(watched))
-        for batch in itertools.islice(batches, _NUM_STEPS):
+        for batch in itertools.islice(batches, num_steps):
             images = batch["img"][:, 0] / 255 if isinstance(batch, dict) else batch
             model(images.to(memory_format=form)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
             if case != "convolutions":
-                time.sleep(0.015)  # what an accelerator would take, for which the host waits
+                sleep(0.015)  # what an accelerator would take, for which the host waits
         records = Path(out) / RECORDS
         watched.finish()
         steps = read_rank(rank_path(records, 0)).steps[_WARM_UP:]
@@ -173,7 +191,7 @@ def compare(case: str, folder: Path) -> dict[str, Any]:
     remedy = CASES[case][0]
     before_ms, tried = train(case, folder, is_applied=False, is_tried=True)
     turns = [before_ms]
-    for number in range(1, 2 * _NUM_TURNS):
+    for number in range(1, 4 if slower() == 1 else 2):
         step_ms, _ = train(case, folder, is_applied=number % 2 == 1, is_tried=False)
         turns.append(step_ms)
     made = 1 - sum(turns[1::2]) / sum(turns[::2])
@@ -205,17 +223,19 @@ def main() -> None:
     """Run all cases, or one of them, each in a process of its own."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--case")
+    parser.add_argument("--case", action="append")
+    parser.add_argument("--slower", default="1")
     parser.add_argument("--folder", type=Path)
     args = parser.parse_args()
     if args.folder is not None:
-        sys.stdout.write(json.dumps(compare(args.case, args.folder)) + "\n")
+        sys.stdout.write(json.dumps(compare(args.case[0], args.folder)) + "\n")
         return
+    os.environ[_SLOWER_VARIABLE] = args.slower
     cases = []
     watch = CpuWatch()
     with tempfile.TemporaryDirectory() as name:
         make_images(Path(name))
-        for case in [args.case] if args.case else CASES:
+        for case in args.case or CASES:
             command = [sys.executable, "-m", __spec__.name, "--case", case, "--folder", name]
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
             cases.append(json.loads(done.stdout.splitlines()[-1]))
@@ -223,6 +243,7 @@ def main() -> None:
     use = watch.use()
     result = {
         "benchmark": "remedies",
+        "slower": slower(),
         "machine": msgspec.to_builtins(machine_facts()),
         "disturbed": None if use is None else use.disturbed,
         "num_within_a_tenth": sum(row["is_within_a_tenth"] for row in cases),

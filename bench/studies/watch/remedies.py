@@ -488,7 +488,7 @@ def _shards_of(
     item = _first_item(loader)
     parts = list(item.values()) if isinstance(item, dict) else item
     parts = parts if isinstance(parts, tuple | list) else [item]
-    shapes = [getattr(part, "shape", ()) for part in parts]
+    shapes: list[Any] = [getattr(part, "shape", ()) for part in parts]
     sizes: list[tuple[int, ...]] = [
         tuple(shape) for shape in shapes if len(shape) == 3 and 3 in (shape[0], shape[-1])
     ]
