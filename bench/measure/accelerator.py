@@ -30,12 +30,13 @@ import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Literal
 
 import msgspec
 
-from fuelrail.bench.measure.clock import NS_PER_MS, Clock, ThreadTimes
-from fuelrail.bench.measure.records import DeviceTimes
+from fuelrail.bench.measure.clock import NS_PER_MS, Clock
+from fuelrail.bench.measure.recorder import Recorder
+from fuelrail.bench.measure.records import PHASES, DeviceTimes, StepRecord
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import Settings, load_yaml
 
@@ -84,150 +85,81 @@ class AcceleratorProfile(Settings, frozen=True):
         return units * (self.forward_ms + self.backward_ms) + self.optimiser_ms
 
 
-class Accelerator(Protocol):
-    """Phases of a training step.
+class Accelerator:
+    """Phases of a training step, each of which is as long as it takes: on the host's CPUs, by the
+    clock of the thread that trains, or on a GPU, by events on its compute stream.
 
     The trainer calls them in this order, the first three once for each micro-batch.
-
     ``gradients_ready`` and the two ``all_reduce_*`` calls come from DDP's communication hook,
-    inside ``backward``.
+    inside ``backward``. ``recorder`` makes the record of a step.
     """
-
-    @property
-    def torch_device(self) -> str:
-        """The torch device on which the model and its inputs lie."""
-
-    def host_to_device(self) -> AbstractContextManager[None]:
-        """Surround the copy of a batch; when it ends the batch may be used by ``forward``."""
-
-    def forward(self, num_samples: float, num_images: float) -> AbstractContextManager[None]:
-        """Surround the forward pass of a rank's (micro-)batch; a pipeline's stage counts parts
-        of samples.
-        """
-
-    def backward(self) -> AbstractContextManager[None]:
-        """Surround the backward pass, all-reduce included."""
-
-    def optimiser(self) -> AbstractContextManager[None]:
-        """Surround the optimiser's step."""
-
-    def gradients_ready(self, share: float) -> None:
-        """Note that local gradients that make up ``share`` (0 to 1) of all gradient bytes are
-        computed.
-        """
-
-    def all_reduce_started(self) -> None:
-        """Note that one bucket's all-reduce is about to be queued."""
-
-    def all_reduce_finished(self) -> None:
-        """Record that one bucket's all-reduce is complete; thread-safe."""
-
-    def finish_step(self) -> DeviceTimes:
-        """Wait for the device and return the step's times; the next step starts afresh."""
-
-
-class _HostAccelerator:
-    """What the accelerators have in common whose model computes on the host."""
 
     torch_device = "cpu"
 
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._times = DeviceTimes()
+    def __init__(self, clock: Clock | None = None) -> None:
+        self.recorder = Recorder(None)
+        self._clock = clock or Clock()
+        self._times = DeviceTimes()  # what the recorder does not measure, or not as it counts
         # All-reduces end in a thread of the communication library.
         self._in_flight_lock = threading.Lock()
         self._in_flight = 0
         self._in_flight_since_ns = 0
 
-    @contextmanager
-    def host_to_device(self) -> Iterator[None]:
-        """Measure the real copy."""
-        start_ns = self._clock.now_ns()
-        yield
-        self._times.host_to_device_ns += self._clock.now_ns() - start_ns
+    def host_to_device(self) -> AbstractContextManager[None]:
+        """Surround the copy of a batch; when it ends the batch may be used by ``forward``."""
+        return self.recorder.phase("host_to_device")
+
+    def forward(self, num_samples: float, num_images: float) -> AbstractContextManager[None]:  # noqa: ARG002
+        """Surround the forward pass of a rank's (micro-)batch; a pipeline's stage counts parts
+        of samples.
+        """
+        return self.recorder.phase("forward")
+
+    def backward(self) -> AbstractContextManager[None]:
+        """Surround the backward pass: up to the last local gradient, and from there the exposed
+        all-reduce.
+        """
+        return self.recorder.phase("backward")
+
+    def optimiser(self) -> AbstractContextManager[None]:
+        """Surround the optimiser's step."""
+        return self.recorder.phase("optimiser")
+
+    def gradients_ready(self, share: float) -> None:
+        """Note that local gradients that make up ``share`` (0 to 1) of all gradient bytes are
+        computed.
+        """
+        if share >= 1.0:
+            self.recorder.gradients_done()
 
     def all_reduce_started(self) -> None:
-        """Open the interval of the total all-reduce unless one is open."""
+        """Note that one bucket's all-reduce is about to be queued: open the interval of the total
+        all-reduce unless one is open.
+        """
         with self._in_flight_lock:
             if self._in_flight == 0:
                 self._in_flight_since_ns = self._clock.now_ns()
             self._in_flight += 1
 
     def all_reduce_finished(self) -> None:
-        """Close the interval of the total all-reduce when the last one under way is done."""
+        """Record that one bucket's all-reduce is complete; thread-safe."""
         with self._in_flight_lock:
             self._in_flight -= 1
             if self._in_flight == 0:
                 self._times.all_reduce_total_ns += self._clock.now_ns() - self._in_flight_since_ns
 
-    def finish_step(self) -> DeviceTimes:
-        """Return the step's times; every phase has waited for the device already."""
-        times = self._times
+    def finish_step(self) -> StepRecord:
+        """Wait for the device and return the step's record; the next step starts afresh."""
+        record = self.recorder.take_step()
+        record.all_reduce_total_ns = self._times.all_reduce_total_ns
         self._times = DeviceTimes()
-        return times
+        return record
 
 
-class CpuAccelerator(_HostAccelerator):
-    """The host's CPUs: a phase lasts as long as the trainer's thread takes for it.
-
-    What of that the thread computed, and what it stood in the queue for a CPU, is noted beside.
-    """
-
-    def __init__(self, clock: Clock) -> None:
-        super().__init__(clock)
-        self._thread = 0
-        self._gradients_at: tuple[int, ThreadTimes] | None = None
-
-    @contextmanager
-    def forward(self, num_samples: float, num_images: float) -> Iterator[None]:  # noqa: ARG002
-        """Time the forward pass."""
-        start = self._mark()
-        yield
-        self._times.forward_ns += self._add_busy(start, self._mark())
-
-    @contextmanager
-    def backward(self) -> Iterator[None]:
-        """Time backward up to the last local gradient, and from there the exposed all-reduce."""
-        self._gradients_at = None
-        self._thread = threading.get_ident()
-        start = self._mark()
-        yield
-        end = self._mark()
-        gradients_at = self._gradients_at or end
-        self._times.backward_ns += self._add_busy(start, gradients_at)
-        self._times.all_reduce_ns += end[0] - gradients_at[0]
-
-    @contextmanager
-    def optimiser(self) -> Iterator[None]:
-        """Time the optimiser's step."""
-        start = self._mark()
-        yield
-        self._times.optimiser_ns += self._add_busy(start, self._mark())
-
-    def gradients_ready(self, share: float) -> None:
-        """Note when the last local gradient is computed."""
-        # Torch computes gradients of a CPU in the thread that asks for them; another one has its
-        # own times.
-        if share >= 1.0 and threading.get_ident() == self._thread:
-            self._gradients_at = self._mark()
-
-    def _mark(self) -> tuple[int, ThreadTimes]:
-        return self._clock.now_ns(), self._clock.thread_times()
-
-    def _add_busy(self, start: tuple[int, ThreadTimes], end: tuple[int, ThreadTimes]) -> int:
-        """Count a phase as busy; return its wall time [ns]."""
-        wall_ns = end[0] - start[0]
-        cpu_ns = min(wall_ns, end[1].cpu_ns - start[1].cpu_ns)
-        self._times.device_busy_ns += wall_ns
-        self._times.cpu_ns += cpu_ns
-        self._times.queued_ns += min(wall_ns - cpu_ns, end[1].queued_ns - start[1].queued_ns)
-        return wall_ns
-
-
-class EmulatedAccelerator(_HostAccelerator):
+class EmulatedAccelerator(Accelerator):
     """An accelerator that is busy for a profile's published time; see the module's docstring."""
 
-    def __init__(self, profile: AcceleratorProfile, clock: Clock) -> None:
+    def __init__(self, profile: AcceleratorProfile, clock: Clock | None = None) -> None:
         super().__init__(clock)
         self.profile = profile
         self._units = 0.0
@@ -289,6 +221,16 @@ class EmulatedAccelerator(_HostAccelerator):
             # With a late wake-up, which must not look like a slow all-reduce.
             self._gradients_at_ns = max(due_ns + lateness_ns, ready_ns)
             self._times.overrun_ns += max(0, ready_ns - due_ns)
+
+    def finish_step(self) -> StepRecord:
+        """Return the step's record, with the device's phases; all else is the host's."""
+        times = self._times
+        record = super().finish_step()
+        times.host_to_device_ns = record.host_to_device_ns
+        for name in DeviceTimes.__struct_fields__:
+            setattr(record, name, getattr(times, name))
+        record.other_ns += record.wall_ns - sum(record.phase_ns(phase) for phase in PHASES)
+        return record
 
     def _occupy(self, busy_ms: float) -> int:
         """Wait for a phase queued on the device's timeline; return the device's own time for it,

@@ -50,10 +50,6 @@ class Clock:
         """Return nanoseconds since an arbitrary start; they never decrease."""
         return time.monotonic_ns()
 
-    def thread_times(self) -> ThreadTimes:
-        """Return what the calling thread took until now."""
-        return thread_times()
-
     def wait_until(self, deadline_ns: int) -> int:
         """Return once ``now_ns() >= deadline_ns``; the value is the overshoot in ns, also for a
         deadline passed.

@@ -66,8 +66,14 @@ _READS: Final = ("item", "tolist", "cpu", "__bool__", "__float__", "__int__")
 class Batches:
     """An iteration over a loader; it keeps no batch, so that none lives longer than without it."""
 
-    def __init__(self, iterate: Callable[[], Iterator[Any]], recorder: Recorder) -> None:
+    def __init__(
+        self,
+        iterate: Callable[[], Iterator[Any]],
+        recorder: Recorder,
+        on_ask: Callable[[], None] = lambda: None,
+    ) -> None:
         self._recorder = recorder
+        self._on_ask = on_ask
         recorder.enter("data_wait")  # workers start
         try:
             self._batches = iterate()
@@ -79,6 +85,7 @@ class Batches:
 
     def __next__(self) -> Any:
         batch = None
+        self._on_ask()
         self._recorder.ask(self._batches)
         try:
             batch = next(self._batches)
@@ -95,14 +102,14 @@ class Batches:
 class ModuleHook:
     """A hook of a module, which is not in copies and pickles of it."""
 
-    def __init__(self, recorder: Recorder, call: Callable[[nn.Module], None]) -> None:
+    def __init__(self, recorder: Recorder, call: Callable[..., None]) -> None:
         self._recorder = recorder
         self._call = call
 
-    def __call__(self, module: nn.Module, *_: Any) -> None:
+    def __call__(self, module: nn.Module, *args: Any) -> None:
         """Call it, unless the module is being compiled."""
         if not torch.compiler.is_compiling():
-            self._recorder.call(self._call, module)
+            self._recorder.call(self._call, module, *args)
 
     def __reduce__(self) -> Any:
         # A checkpoint of a whole module needs a hook, and no part of this package: one of Python's
@@ -118,6 +125,7 @@ class Hooks:
         models: modules whose calls are forward passes; empty: they are looked for.
         optimizer: the one whose steps count; None: all.
         has_loaders: whether torch's loaders say when the loop asks for a batch.
+        on_ask: called with a loader before it is asked for a batch, where ``has_loaders``.
     """
 
     def __init__(
@@ -127,12 +135,15 @@ class Hooks:
         models: Iterable[nn.Module] = (),
         optimizer: Any = None,
         has_loaders: bool = False,
+        on_ask: Callable[[Any], None] = lambda _: None,
     ) -> None:
         self._recorder = recorder
         # A trainer's wrapper, such as Accelerate's, has the optimiser that torch knows inside.
         self._optimizer = getattr(optimizer, "optimizer", optimizer)
         self._removals = contextlib.ExitStack()
         self._search = contextlib.ExitStack()
+        self._on_ask = on_ask
+        self._loaders = weakref.WeakKeyDictionary[Any, Any]()
         self._modules = weakref.WeakSet[nn.Module]()
         self._is_searching = False
         self._num_searches = 0
@@ -166,6 +177,11 @@ class Hooks:
         gc.callbacks.append(recorder.collected)
         self._removals.callback(gc.callbacks.remove, recorder.collected)
 
+    @property
+    def modules(self) -> list[nn.Module]:
+        """Modules whose calls are forward passes."""
+        return list(self._modules)
+
     def remove(self) -> None:
         """Leave torch as it was."""
         self._search.close()
@@ -188,7 +204,7 @@ class Hooks:
         @functools.wraps(original)
         def iterate(loader: Any) -> Any:
             self._recorder.note_workers(loader)
-            return Batches(lambda: original(loader), self._recorder)
+            return Batches(lambda: original(loader), self._recorder, lambda: self._on_ask(loader))
 
         return iterate
 
@@ -264,9 +280,11 @@ class Hooks:
             recorder.note_workers(loader)
             recorder.enter("data_wait")  # workers start
             try:
-                return original(loader)
+                iterator = original(loader)
             finally:
                 recorder.leave()
+            self._loaders[iterator] = loader
+            return iterator
 
         return make_iterator
 
@@ -276,6 +294,7 @@ class Hooks:
         @functools.wraps(original)
         def next_batch(iterator: Any) -> Any:
             batch = None
+            self._on_ask(self._loaders.get(iterator))
             recorder.ask(iterator)
             try:
                 batch = original(iterator)
@@ -333,7 +352,7 @@ class Hooks:
         self._search.callback(register_module_forward_pre_hook(before).remove)
         self._search.callback(register_module_forward_hook(after, always_call=True).remove)
 
-    def _begin(self, module: nn.Module) -> None:
+    def _begin(self, module: nn.Module, *_: Any) -> None:
         is_training = module.training and torch.is_grad_enabled()
         self._recorder.begin_forward(is_training, is_broadcast=_has_broadcast(module))
 
@@ -351,14 +370,14 @@ class Hooks:
                     self._replace(torch.Tensor, name, self._wait)
         recorder.num_parameters = sum(self._sizes.values())
         before = ModuleHook(recorder, self._begin)
-        after = ModuleHook(recorder, lambda _: recorder.end_forward())
+        after = ModuleHook(recorder, lambda *_: recorder.end_forward())
         handles = [
             module.register_forward_pre_hook(before, prepend=True),
             module.register_forward_hook(after, always_call=True),
         ]
         inner = getattr(module, "module", None)
         if _has_broadcast(module) and isinstance(inner, nn.Module):
-            synced = ModuleHook(recorder, lambda _: recorder.end_broadcast())
+            synced = ModuleHook(recorder, lambda *_: recorder.end_broadcast())
             handles.append(inner.register_forward_pre_hook(synced, prepend=True))
             self._listen_to(inner)  # which evaluation often calls
         for handle in handles:

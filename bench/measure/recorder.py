@@ -18,7 +18,7 @@ import sys
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from threading import get_ident, get_native_id
 from typing import Any, BinaryIO, Final, NamedTuple
@@ -71,6 +71,7 @@ class _Mark(NamedTuple):
     phase: str
     ns: int
     cpu_ns: int
+    queued_ns: int
     event: Any
 
 
@@ -120,14 +121,14 @@ class Recorder:
     """Records one rank: ``folder/rank-00000.jsonl``, which is made with the first step.
 
     Args:
-        folder: of the ranks' files.
+        folder: of the ranks' files; None: the loop takes each step's record (``take_step``).
         rank: of this process.
         world: number of ranks.
 
     It records the thread that makes it.
     """
 
-    def __init__(self, folder: Path, *, rank: int, world: int) -> None:
+    def __init__(self, folder: Path | None, *, rank: int = 0, world: int = 1) -> None:
         self.folder = folder
         self.rank = rank
         self.world = world
@@ -136,6 +137,7 @@ class Recorder:
         self.num_steps = 0
         self.num_workers = 0
         self.num_parameters = 0
+        self.gaps = _GAPS if folder is not None else {}
         self._device: Any = None  # a torch.device of CUDA
         self._gpu: NvmlWatch | None = None
         self._writer: RankWriter | None = None
@@ -148,8 +150,6 @@ class Recorder:
         self._epoch = 0
         self._num_samples = 0
         self._num_batches = 0
-        self._data_queued_ns = 0
-        self._asked_queued_ns = 0
         self._sync_ns = 0
         self._num_counted = 0
         self._num_idle = 0
@@ -160,6 +160,7 @@ class Recorder:
         self._is_updated = False
         self._was_updated = False
         self._updated_at = 0
+        self._is_after_pause = False
         self._collector_ns = 0
         self._collecting_since_ns = 0
         self._pending: deque[_Step] = deque()
@@ -228,15 +229,15 @@ class Recorder:
             self._mark("other")
         is_batch = not self._was_updated and self._num_batches >= _STEPS_ARE_BATCHES
         is_long = len(self._marks) >= _MAX_MARKS
-        if self._is_updated:
+        if self.folder is not None and self._is_updated:
             self._close(self._updated_at)
-        elif is_long or (is_batch and self._is_trained):
+        elif self.folder is not None and (is_long or (is_batch and self._is_trained)):
             self._close(len(self._marks) - 1)
+        self._write_passed()
         self._batch_at = len(self._marks) - 1
         self._is_evaluated = False
         self._is_trained = False
         self._stack.append("data_wait")
-        self._asked_queued_ns = self._read_queued()
 
     @_guarded
     def got(self, batch: Any) -> None:
@@ -245,7 +246,6 @@ class Recorder:
         if self._num_asking or self._stack != ["data_wait"]:
             return
         self.leave()
-        self._data_queued_ns += self._read_queued() - self._asked_queued_ns
         if batch is None:
             self._epoch += 1
         else:
@@ -293,7 +293,7 @@ class Recorder:
         if not self._marks:
             self._mark("")
         elif self._stack == ["optimiser"]:
-            self._mark(_GAPS.get((self._last, phase), "optimiser"))
+            self._mark(self.gaps.get((self._last, phase), "optimiser"))
         elif self._stack:
             self._mark(self._stack[-1])
         elif self._is_evaluating and phase == "all_reduce":  # of a metric
@@ -303,7 +303,7 @@ class Recorder:
         else:
             gap = (self._last, phase)
             is_copy = self._device is not None and gap in _COPIES
-            self._mark("host_to_device" if is_copy else _GAPS.get(gap, "other"))
+            self._mark("host_to_device" if is_copy else self.gaps.get(gap, "other"))
         self._stack.append(phase)
         if phase == "backward":
             self._is_trained = True
@@ -318,12 +318,23 @@ class Recorder:
             self._last = self._last if phase == "logging" else phase
             self._mark(phase)
 
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Surround a phase."""
+        self.enter(name)
+        try:
+            yield
+        finally:
+            self.leave()
+
     def gradients_done(self) -> None:
         """Note, of any thread, that the last local gradient is computed; the rest of backward is
         spent in collectives.
         """
         if not self.is_recording or self._stack[-1:] != ["backward"]:
             return
+        if self._device is None and get_ident() != self.thread:
+            return  # another thread has times of its own
         try:
             self._mark("backward")
             self._stack[-1] = "all_reduce"
@@ -370,6 +381,39 @@ class Recorder:
         """Whether no module is known to be the model: the last step had no forward pass."""
         return not self._has_forward
 
+    def take_step(self) -> StepRecord:
+        """End the step here, wait for the device, and return the record."""
+        self._mark("other")
+        self._close(len(self._marks) - 1)
+        step = self._pending.pop()
+        last = step.marks[-1].event
+        if last is not None:
+            last.synchronize()
+        self._reuse(step.marks[:-1])  # the next step begins with the last one
+        return self._record_of(step)
+
+    @property
+    def is_at_border(self) -> bool:
+        """Whether the loop has made a step's update, and nothing of the next step."""
+        return self.is_idle and self._is_updated and not self._is_evaluating
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Leave out of all records what is done inside, at a step's border, and the next step, in
+        which ranks may wait for each other's end of it.
+        """
+        self._close(self._updated_at)
+        self._write_passed()
+        self.is_recording = False
+        try:
+            yield
+        finally:
+            self._drop_marks(1)
+            self._marks.clear()  # the event of the first one is of the step before, too
+            self._cpu = self._read_cpu()
+            self._is_after_pause = True
+            self.is_recording = True
+
     def close(self) -> None:
         """Write what is left, and record no more."""
         try:
@@ -400,7 +444,13 @@ class Recorder:
                 event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record()
         self._marks.append(
-            _Mark(phase=phase, ns=time.monotonic_ns(), cpu_ns=time.thread_time_ns(), event=event)
+            _Mark(
+                phase=phase,
+                ns=time.monotonic_ns(),
+                cpu_ns=time.thread_time_ns(),
+                queued_ns=self._read_queued(),
+                event=event,
+            )
         )
 
     def _end_evaluation(self) -> None:
@@ -421,7 +471,6 @@ class Recorder:
         """End the step at a mark, with which the next one begins."""
         details = StepDetails(
             collector_ns=self._collector_ns,
-            data_queued_ns=self._data_queued_ns,
             sync_ns=self._sync_ns,
             num_counted=self._num_counted,
             num_idle=self._num_idle,
@@ -452,19 +501,19 @@ class Recorder:
             num_samples=self._num_samples,
             details=details,
         )
-        self._pending.append(step)
+        if not self._is_after_pause:
+            self._pending.append(step)
+        self._is_after_pause = False
         if len(self._pending) > _MAX_PENDING:
             self._pending.popleft()
         self._marks = self._marks[end:]
         self._collector_ns = 0
         self._num_samples = 0
-        self._data_queued_ns = 0
         self._sync_ns = 0
         self._num_counted = 0
         self._num_idle = 0
         self._is_updated = False
         self._has_forward = False
-        self._write_passed()
 
     def _write_passed(self) -> None:
         """Write the steps whose marks the device has passed."""
@@ -479,6 +528,7 @@ class Recorder:
     def _record_of(self, step: _Step) -> StepRecord:
         durations: dict[str, Any] = dict.fromkeys((*PHASES, *NAMED), 0)
         cpu_ns = dict.fromkeys(durations, 0)
+        queued_ns = dict.fromkeys(durations, 0)
         launch_ns = 0
         for before, after in itertools.pairwise(step.marks):
             host_ns = after.ns - before.ns
@@ -489,15 +539,23 @@ class Recorder:
                 launch_ns += host_ns if after.phase in BUSY else 0
             durations[after.phase] += duration_ns
             cpu_ns[after.phase] += after.cpu_ns - before.cpu_ns
+            queued_ns[after.phase] += after.queued_ns - before.queued_ns
         for part in NAMED:
             durations["other"] += durations[part]
             setattr(step.details, f"{part}_ns", durations.pop(part))
         step.details.data_cpu_ns = cpu_ns["data_wait"]
+        step.details.data_queued_ns = queued_ns["data_wait"]
         is_host = self._device is None
         start_ns = step.marks[0].ns
         # The device's own time, which runs behind the host's by a step or more.
         start_ns = start_ns if is_host else self._device_ns or start_ns
         self._device_ns = start_ns + sum(durations.values())
+        busy_ns = sum(durations[phase] for phase in BUSY)
+        busy_cpu_ns = busy_queued_ns = 0
+        if is_host:
+            busy_cpu_ns = min(busy_ns, sum(cpu_ns[phase] for phase in BUSY))
+            waited_ns = sum(queued_ns[phase] for phase in BUSY)
+            busy_queued_ns = min(busy_ns - busy_cpu_ns, waited_ns)
         self.num_steps += 1
         return StepRecord(
             step=self.num_steps - 1,
@@ -507,8 +565,9 @@ class Recorder:
             loss=None,
             start_ns=start_ns,
             end_ns=self._device_ns,
-            device_busy_ns=sum(durations[phase] for phase in BUSY),
-            cpu_ns=sum(cpu_ns[phase] for phase in BUSY) if is_host else 0,
+            device_busy_ns=busy_ns,
+            cpu_ns=busy_cpu_ns,
+            queued_ns=busy_queued_ns,
             launch_ns=launch_ns,
             details=step.details,
             **{f"{phase}_ns": duration_ns for phase, duration_ns in durations.items()},
@@ -516,6 +575,7 @@ class Recorder:
 
     def _write(self, record: StepRecord) -> None:
         if self._writer is None:
+            assert self.folder is not None
             self.folder.mkdir(parents=True, exist_ok=True)
             writer = RankWriter(rank_path(self.folder, self.rank))
             self._writer = self._files.enter_context(writer)

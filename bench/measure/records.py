@@ -7,9 +7,8 @@ one at the end, and last a :class:`RankEnd`, or a :class:`RankFailure`.
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import msgspec
 
@@ -150,34 +149,6 @@ class StepRecord(DeviceTimes, kw_only=True, tag="step"):
         """Time of one of ``PHASES``."""
         value: int = getattr(self, f"{phase}_ns")
         return value
-
-    @classmethod
-    def from_device(
-        cls,
-        device: DeviceTimes,
-        *,
-        start_ns: int,
-        end_ns: int,
-        data_wait_ns: int,
-        loss: float,
-        **facts: Any,
-    ) -> Self:
-        """Return the record of a step from its times on the device; what is in no phase is
-        ``other``.
-
-        ``facts`` are the other fields, such as ``step``, ``epoch``, ``num_samples`` and
-        ``num_images``.
-        """
-        phases = msgspec.structs.asdict(device) | {"data_wait_ns": data_wait_ns}
-        other_ns = end_ns - start_ns - sum(phases[f"{phase}_ns"] for phase in PHASES[:-1])
-        return cls(
-            **facts,
-            **phases,
-            loss=loss if math.isfinite(loss) else None,
-            start_ns=start_ns,
-            end_ns=end_ns,
-            other_ns=other_ns,
-        )
 
 
 class StageSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag="stages"):

@@ -1,6 +1,4 @@
-"""The training loop: one function, from top to bottom, with a clock reading between any two of
-its parts.
-"""
+"""The training loop: one function, from top to bottom, whose parts a recorder tells apart."""
 
 from __future__ import annotations
 
@@ -13,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fuelrail.bench.measure.records import DeviceTimes, StepRecord
+from fuelrail.bench.measure.recorder import Recorder
 from fuelrail.bench.trainer.strategies.step import naming_keys, to_device
 
 if TYPE_CHECKING:
-    from fuelrail.bench.measure.clock import Clock
+    from fuelrail.bench.measure.records import StepRecord
     from fuelrail.bench.trainer.strategies.step import Parallel
     from fuelrail.loaders.loader import DataLoader
 
@@ -25,7 +23,6 @@ if TYPE_CHECKING:
 def train(
     parallel: Parallel,
     batches: Iterable[Mapping[str, Any]],
-    clock: Clock,
     *,
     num_steps: int | None = None,
     accumulation: int = 1,
@@ -42,18 +39,18 @@ def train(
     """
     source = iter(batches)
     accelerator = parallel.accelerator
+    recorder = Recorder(None) if accelerator is None else accelerator.recorder
     step = first_step
-    start_ns = clock.now_ns()
     while num_steps is None or step < num_steps:
-        data_wait_ns = epoch = 0
+        epoch = 0
         losses = []
         presences = []
         for micro in range(accumulation):
-            asked_ns = clock.now_ns()
+            recorder.ask()
             batch = next(source, None)
+            recorder.got(batch)
             if batch is None:
                 return
-            data_wait_ns += clock.now_ns() - asked_ns
             epoch = int(batch.get("epoch", 0))
 
             with naming_keys(batch):
@@ -74,25 +71,17 @@ def train(
         with accelerator.optimiser() if accelerator else nullcontext():
             parallel.update()
 
-        device = accelerator.finish_step() if accelerator else DeviceTimes()
-        # From here on nothing is queued on the device, so reading its tensors waits for no work.
         total_loss = float(parallel.own_loss(torch.stack(losses).sum()))
         rows = [real_rows(*presence) for presence in presences] if parallel.counts else []
-        end_ns = clock.now_ns()
-        yield StepRecord.from_device(
-            device,
-            start_ns=start_ns,
-            end_ns=end_ns,
-            data_wait_ns=data_wait_ns,
-            loss=total_loss,
-            step=step,
-            epoch=epoch,
-            num_samples=sum(samples for samples, _ in rows),
-            num_images=sum(images for _, images in rows),
-            padding=None if parallel.padding is None else float(parallel.padding),
-        )
-        # What the caller did with the record belongs to the next step: no gap in the wall time.
-        start_ns = end_ns
+        # What the caller does with the record belongs to the next step: no gap in the wall time.
+        record = accelerator.finish_step() if accelerator else recorder.take_step()
+        record.step = step
+        record.epoch = epoch
+        record.num_samples = sum(samples for samples, _ in rows)
+        record.num_images = sum(images for _, images in rows)
+        record.loss = total_loss if math.isfinite(total_loss) else None
+        record.padding = None if parallel.padding is None else float(parallel.padding)
+        yield record
         step += 1
 
 

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fuelrail.bench.measure.clock import Clock
 from fuelrail.bench.trainer import loop
 from fuelrail.bench.trainer.strategies.step import to_device
 from fuelrail.pipeline.errors import ConfigError
@@ -92,7 +91,6 @@ def train(
     steps = loop.train(
         parallel,
         source,
-        Clock(),
         num_steps=num_steps,
         accumulation=accumulation,
         first_step=first,

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
+from fuelrail.bench.measure import recorder as recorder_module
 from fuelrail.bench.measure.accelerator import (
     AcceleratorProfile,
     ReferenceInput,
 )
-from fuelrail.bench.measure.clock import ThreadTimes
 from fuelrail.bench.measure.machine import DatasetFacts, Gpu, MachineFacts
 from fuelrail.bench.measure.records import (
     InputFacts,
@@ -78,15 +82,35 @@ DATASET = DatasetFacts(
 
 
 class HandClock:
-    """Stands still until a test (or the code under test, by waiting) moves it; sleepers wake ``lateness_ns`` late."""
+    """Stands still until a test (or the code under test, by waiting) moves it; sleepers wake ``lateness_ns`` late.
+
+    The one made last is that of all recorders inside ``driving_recorders``.
+    """
+
+    current: HandClock
+
+    @classmethod
+    @contextmanager
+    def driving_recorders(cls) -> Iterator[None]:
+        """Let recorders read this clock, not the system's."""
+        read = SimpleNamespace(
+            monotonic_ns=lambda: cls.current.now,
+            thread_time_ns=lambda: cls.current.cpu_ns,
+            process_time_ns=lambda: 0,
+        )
+        with (
+            mock.patch.object(recorder_module, "time", read),
+            mock.patch.object(
+                recorder_module.Recorder, "_read_queued", lambda _: cls.current.queued_ns
+            ),
+        ):
+            yield
 
     def __init__(self, lateness_ns: int = 0) -> None:
         self.now = 1_000
         self.cpu_ns = self.queued_ns = 0
         self.lateness_ns = lateness_ns
-
-    def thread_times(self) -> ThreadTimes:
-        return ThreadTimes(self.cpu_ns, self.queued_ns)
+        HandClock.current = self
 
     def now_ns(self) -> int:
         return self.now

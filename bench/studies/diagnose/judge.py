@@ -59,6 +59,13 @@ _READING = 0.5
 _WARMED = 0.5
 # A host that takes this much of the device's time to queue its work.
 _LAUNCH_BOUND = 0.95
+_BOUNDS: dict[str, Bound] = {
+    "host_to_device": "host to device",
+    "other": "host",
+    "evaluation": "host",
+    "checkpoint": "host",
+}
+"""Bounds by the phase of what holds all ranks up, which no counterfactual run takes away."""
 _COMPUTING = ("forward", "backward", "optimiser")
 _IN_THE_LOADER: tuple[LeaveOut, ...] = (
     "storage",
@@ -421,24 +428,10 @@ def _undisturbed(report: Report, figures: Figures) -> _Verdict:
             "Use larger batches, torch.compile or CUDA graphs, and fused optimisers.",
             0.0,
         )
-    share = {phase.phase: phase.share for phase in figures.phases}
-    copy = share["host_to_device"]
-    other_share = share["other"]
-    if copy > max(_SLOWER, other_share):
-        return _Verdict(
-            "host to device",
-            f"The step waits for the copy of its batch to the device for {copy:.0%} of the time.",
-            "Copy ahead from pinned memory (device='cuda' does), as uint8 and at the "
-            "network's input size, and see that the card sits in a slot of full width.",
-            copy / (1 - copy),
-        )
-    if other_share > _SLOWER:
-        finding = (
-            f"Neither loading nor all-reduce slows the run down, but {other_share:.0%} of its time "
-            "is spent on the host."
-        )
-        advice = "Give the ranks more CPU cores, or look for slow Python in the training loop."
-        return _Verdict("host", finding, advice, other_share / (1 - other_share))
+    for found in report.findings:
+        bound = _BOUNDS.get(found.phase)
+        if bound is not None and found.rank is None and found.low > _SLOWER:
+            return _Verdict(bound, found.text, found.advice, found.share / (1 - found.share))
     if report.accelerator["kind"] == "cpu":
         # The model computes on the CPU, for most of the time.
         share = {phase.phase: phase.share for phase in figures.phases}

@@ -47,7 +47,9 @@ _GAIN = ("faster by", "95 % interval")
 
 def describe(report: DiagnoseReport, plots: Mapping[str, str]) -> Document:
     """Return the report as a document with these plots."""
-    emulated = "emulated " if report.accelerator["kind"] == "emulated" else ""
+    kind = report.accelerator["kind"]
+    emulated = "emulated " if kind == "emulated" else ""
+    places = {"emulated": " on emulated accelerators", "cpu": " on this CPU"}
     subtitle = marked(
         (
             "Training on **{name}** ({samples:,} samples, split {split}): {ranks}, each one "
@@ -123,7 +125,7 @@ def describe(report: DiagnoseReport, plots: Mapping[str, str]) -> Document:
     return document(
         report,
         brand="Fuelrail diagnosis",
-        title="What bounds this training?",
+        title=f"What bounds this training{places.get(kind, '')}?",
         subtitle=subtitle,
         parts=parts,
     )

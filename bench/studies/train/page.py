@@ -45,9 +45,6 @@ PHASE_LABELS = {phase: phase.replace("_", " ") for phase in PHASE_COLOURS} | {
 }
 _PHASE_LEGEND = [(PHASE_LABELS[phase], colour) for phase, colour in PHASE_COLOURS.items()]
 
-# Losses below this share of the wall time are not worth a sentence.
-_NOTABLE = 0.02
-
 MIB = 2**20
 
 _OCCUPANCY = marked(
@@ -91,6 +88,11 @@ _ON_A_CPU = (
     "The model ran on this machine’s CPU: its times and rates say nothing of a GPU’s, nor whether "
     "the loader keeps up with one."
 )
+_TITLES = {
+    "cuda": "How busy were the accelerators?",
+    "emulated": "How busy does this host keep emulated accelerators?",
+    "cpu": "Where does a step’s time go on this CPU?",
+}
 _COMPUTING = ("forward", "backward", "optimiser")
 
 
@@ -137,55 +139,36 @@ def describe(report: Report, plots: Mapping[str, str]) -> Document:
     return document(
         report,
         brand="Fuelrail training report",
-        title="Where does a step’s time go on this CPU?"
-        if on_cpu
-        else "How busy were the accelerators?",
+        title=_TITLES[report.accelerator["kind"]],
         subtitle=subtitle,
         parts=parts,
     )
 
 
 def verdict(report: Report) -> str:
-    """Return the run in one or two sentences."""
+    """Return the run in two or three sentences."""
     figures = report.figures
     if figures is None:
         return f"No occupancy figure: {report.window.too_short}."
-    share = {phase.phase: phase.share for phase in figures.phases}
-    taker = "model takes" if _on_cpu(report) else "accelerators take"
-    losses = {
-        f"the loader, which delivers data more slowly than the {taker} it": share["data_wait"],
-        "the copies to the device": share["host_to_device"],
-        "the all-reduce, or the rank that the others wait for in it": share["all_reduce"],
-        "the host outside the phases (“other”)": share["other"],
-    }
-    worst, size = max(losses.items(), key=lambda entry: entry[1])
-    rate = figures.throughput
-    demand = format_number(rate.demand_samples_per_s)
-    got = format_number(rate.samples_per_s)
+    sentences = []
+    taker = "accelerators"
     if _on_cpu(report):
+        taker = "model"
+        share = {phase.phase: phase.share for phase in figures.phases}
         phase = max(_COMPUTING, key=lambda name: share[name])
-        computing_text = (
+        sentences.append(
             f"Forward, backward and optimiser take {figures.occupancy.mean:.1%} of the time on the "
-            f"CPU, most of it {phase}"
+            f"CPU, most of it {phase}."
         )
-        if size < _NOTABLE:
-            return (
-                f"{computing_text}. Nothing else takes more than {_NOTABLE:.0%}: the model bounds "
-                "this run."
-            )
-        return (
-            f"{computing_text}. The largest loss is {worst}: {size:.1%} of the time. Without "
-            f"losses the model would take {demand} samples/s; it got {got}."
-        )
-    if size < _NOTABLE:
-        return (
-            f"Nothing holds the accelerators up by more than {_NOTABLE:.0%}: this run is bound "
-            "by compute."
-        )
-    return (
-        f"The largest loss is {worst}: {size:.1%} of the time. Fully busy, the accelerators "
-        f"would take {demand} samples/s; they got {got}."
+    found = report.findings
+    nothing = "Nothing certain holds the training up by more than 2% of the time."
+    sentences.append(found[0].text if found else nothing)
+    rate = figures.throughput
+    sentences.append(
+        f"Without losses the {taker} would take {format_number(rate.demand_samples_per_s)} "
+        f"samples/s; this run made {format_number(rate.samples_per_s)}."
     )
+    return " ".join(sentences)
 
 
 def _verdict(report: Report) -> list[Block]:
@@ -201,6 +184,8 @@ def _verdict(report: Report) -> list[Block]:
     }
     kinds["cpu"] = "of the time in forward, backward and optimiser, on a CPU"
     kind = kinds[report.accelerator["kind"]]
+    if _emulated(report):
+        kind += f", with the published times of {report.accelerator['network']}"
     meaning = f"{kind}, mean of {report.num_ranks}; lowest rank {figures.occupancy.lowest:.1%}"
     names = {}
     if _on_cpu(report):

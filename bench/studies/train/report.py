@@ -20,6 +20,7 @@ from fuelrail.bench.measure.machine import CpuUse, DatasetFacts, MachineFacts
 from fuelrail.bench.measure.nvml import GpuUse
 from fuelrail.bench.measure.occupancy import (
     Window,
+    measured_steps,
     rolling_occupancy,
     window_of,
 )
@@ -32,6 +33,7 @@ from fuelrail.bench.report.files import (
 )
 from fuelrail.bench.studies.train.figures import Figures, figures_of
 from fuelrail.bench.studies.train.warnings import find_warnings, ranks_disagree
+from fuelrail.bench.studies.watch.judge import Finding, find_causes
 from fuelrail.bench.trainer.strategies.settings import degrees_of
 
 if TYPE_CHECKING:
@@ -117,7 +119,8 @@ class Report(ReportHeader, frozen=True, kw_only=True):
     ranks and by others, from the ranks' start to their end.
     ``figures`` is None when the window is too short; ``cut_off`` says why a run ended early;
     ``ranks_disagree``: they ended with different weights, so the gradients were not the same on all
-    of them. ``gpus`` is what NVML saw from the ranks' start to their end, where there is a GPU and
+    of them. ``findings``: what certainly holds the accelerators up, as a watch says it. ``gpus`` is
+    what NVML saw from the ranks' start to their end, where there is a GPU and
     `pynvml`.
     """
 
@@ -133,6 +136,7 @@ class Report(ReportHeader, frozen=True, kw_only=True):
     series: list[Series]
     gpus: list[GpuUse] | None = None
     checkpoints: CheckpointFigures | None = None
+    findings: list[Finding] = msgspec.field(default_factory=list)
 
 
 def build_report(
@@ -150,6 +154,15 @@ def build_report(
     steps = [log.steps for log in logs]
     window = window_of(steps, settings.warmup)
     figures = None if window.too_short else figures_of(settings, logs, window)
+    disturbed = None if cpu is None else cpu.disturbed
+    findings = []
+    if figures is not None:
+        findings = find_causes(
+            {rank: measured_steps(log.steps, window) for rank, log in enumerate(logs)},
+            num_workers=None,
+            num_cpus=machine.num_cpus,
+            is_loaded=disturbed is not None,
+        )
     start_ns = min((rank[0].start_ns for rank in steps if rank), default=0)
     header = next((log.header for log in logs if log.header), None)
     accelerator: dict[str, Any] = {"kind": settings.accelerator}
@@ -191,7 +204,8 @@ def build_report(
         },
         window=window,
         figures=figures,
-        disturbed=None if cpu is None else cpu.disturbed,
+        findings=findings,
+        disturbed=disturbed,
         warnings=find_warnings(
             settings,
             logs=logs,

@@ -29,10 +29,9 @@ from torch.distributed.tensor import DTensor
 
 import fuelrail
 from fuelrail.bench.measure.accelerator import (
-    CpuAccelerator,
+    Accelerator,
     EmulatedAccelerator,
 )
-from fuelrail.bench.measure.clock import Clock
 from fuelrail.bench.measure.cuda import CudaAccelerator, peak_tflops
 from fuelrail.bench.measure.machine import peak_memory_bytes
 from fuelrail.bench.measure.processes import storage_bytes_read
@@ -81,7 +80,6 @@ from fuelrail.pipeline.runtime.host import (
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from fuelrail.bench.measure.accelerator import Accelerator
     from fuelrail.bench.trainer.strategies.step import Parallel
     from fuelrail.loaders.loader import DataLoader
 
@@ -109,16 +107,15 @@ def run_rank(
     ``mesh`` is that of a composed strategy, None otherwise; ``transform`` the loader's, where it
     has one.
     """
-    clock = Clock()
     accelerator: Accelerator
     if settings.accelerator == "cuda":
         accelerator = CudaAccelerator(int(os.environ.get("LOCAL_RANK", "0")))
         device = torch.cuda.get_device_name()
     elif settings.profile is not None:
-        accelerator = EmulatedAccelerator(settings.profile, clock)
+        accelerator = EmulatedAccelerator(settings.profile)
         device = settings.profile.device
     else:
-        accelerator = CpuAccelerator(clock)
+        accelerator = Accelerator()
         device = f"CPU, {counted(torch.get_num_threads(), 'thread')}"
     if trace is not None:
         accelerator = cast("Accelerator", TracedAccelerator(accelerator, trace))
@@ -154,7 +151,6 @@ def run_rank(
     steps = train(
         parallel,
         noted,
-        clock,
         num_steps=settings.steps,
         accumulation=accumulation,
         first_step=first,

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from fuelrail.bench.measure.records import rank_path
-from fuelrail.bench.studies.watch.report import RECORDS, conclude
+from fuelrail.bench.studies.watch.export import conclude
+from fuelrail.bench.studies.watch.report import RECORDS, remedies_path
 from fuelrail.pipeline.cli import Command, PrintOptions, add_flags, from_flags, print_json
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import flag
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
 FOLDER_VARIABLE = "FUELRAIL_WATCH"
 """Names the folder of the watch to the processes that the command starts."""
 
+TRY_VARIABLE = "FUELRAIL_WATCH_TRY"
+"""Set where these shall try remedies."""
+
+_NAMES = {"try_remedies": "try"}
 _STARTUP = Path(__file__).parent / "startup"
 
 
@@ -30,6 +35,10 @@ class WatchOptions(PrintOptions, frozen=True, kw_only=True):
     """Flags of ``fuelrail watch``."""
 
     out: Annotated[str, flag("folder for records and report", metavar="FOLDER")] = "watch"
+    try_remedies: Annotated[
+        bool,
+        flag("pause after 40 steps and try what other settings of the loader would bring"),
+    ] = False
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
@@ -39,15 +48,17 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         "command it judges the records in --out, such as those of several hosts. Exit code: that "
         "of the command."
     )
-    parser.usage = "fuelrail watch [--out FOLDER] [--json] [-- COMMAND [ARGUMENT ...]]"
+    parser.usage = "fuelrail watch [--out FOLDER] [--try] [--json] [-- COMMAND [ARGUMENT ...]]"
     parser.set_defaults(command=[])
-    add_flags(parser, WatchOptions)
+    add_flags(parser, WatchOptions, names=_NAMES)
 
 
 def _run(args: argparse.Namespace) -> int:
     options = from_flags(args, WatchOptions)
     out = Path(options.out).absolute()
-    code = run_watched(args.command, out) if args.command else 0
+    code = 0
+    if args.command:
+        code = run_watched(args.command, out, try_remedies=options.try_remedies)
     report = conclude(out, is_last=True)
     if report is None:
         reason = "no step of a training loop was seen" if args.command else "there are no records"
@@ -60,19 +71,21 @@ def _run(args: argparse.Namespace) -> int:
     return code
 
 
-def run_watched(command: list[str], out: Path) -> int:
-    """Run a command whose Python processes record their training loops to a folder; return its
-    exit code.
+def run_watched(command: list[str], out: Path, *, try_remedies: bool = False) -> int:
+    """Run a command whose Python processes record their training loops to a folder, and may try
+    remedies; return its exit code.
 
     Ctrl-C is the command's to answer. Raises ConfigError for a command that does not start.
     """
-    for old in (out / RECORDS).glob(rank_path(Path(), 0).name.replace("0", "?")):
-        old.unlink()
+    for path_of in (rank_path, remedies_path):
+        for old in (out / RECORDS).glob(path_of(Path(), 0).name.replace("0", "?")):
+            old.unlink()
     paths = [str(_STARTUP), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(paths),
         FOLDER_VARIABLE: str(out),
+        TRY_VARIABLE: "1" if try_remedies else "",
     }
     try:
         process = subprocess.Popen(command, env=environment)

@@ -125,14 +125,15 @@ _Shares: TypeAlias = tuple[float, float, float]
 def find_causes(
     ranks: Mapping[int, Sequence[StepRecord]],
     *,
-    num_workers: int,
+    num_workers: int | None,
     num_cpus: float,
     is_loaded: bool,
 ) -> list[Finding]:
     """Return what certainly holds the accelerators up, the largest share first.
 
     ``ranks`` are the measured steps of each rank, as many of each; ``num_workers`` those of a
-    rank's loader, ``num_cpus`` of the host, which is loaded where other processes use it too.
+    rank's loader (None: nothing says what it does while the trainer waits), ``num_cpus`` of the
+    host, which is loaded where other processes use it too.
     """
     numbers = list(ranks)
     every = list(ranks.values())
@@ -164,7 +165,7 @@ def find_causes(
         shares = _share(np.where(chosen, late.costs, 0.0), wall)
         threshold = _CONTENDED if is_computing and is_loaded else notable
         others = [steps for number, steps in ranks.items() if number != numbers[row]]
-        if part == "data_wait" and is_one and num_workers and not _has_stock(others):
+        if part == "data_wait" and is_one and num_workers != 0 and not _has_stock(others):
             # Of ranks that starve alike, one gets its batch last every time, while those of the
             # others are made when they come out of the collective.
             lost["data_wait"] += np.where(chosen, late.costs - late.excess, 0.0)
@@ -278,11 +279,11 @@ def _finding(
 
 
 def _explain_loader(
-    ranks: Sequence[Sequence[StepRecord]], num_workers: int, num_cpus: float
+    ranks: Sequence[Sequence[StepRecord]], num_workers: int | None, num_cpus: float
 ) -> _Reason:
     steps = [step for rank in ranks for step in rank]
     details = [step.details for step in steps]
-    in_few_steps = _explain_when(ranks, num_workers)
+    in_few_steps = _explain_when(ranks, num_workers or 0)
     if in_few_steps is not None:
         return in_few_steps
     counted_ns = sum(entry.cpu_wall_ns for entry in details)
@@ -290,7 +291,7 @@ def _explain_loader(
     if num_workers == 0:
         waited_ns = sum(step.data_wait_ns - step.details.data_queued_ns for step in steps)
         computing = sum(entry.data_cpu_ns for entry in details) / max(1, waited_ns)
-    elif counted_ns:
+    elif num_workers and counted_ns:
         # Workers are processes, or threads of this one.
         used_ns = sum(
             entry.workers_cpu_ns + max(0, entry.process_cpu_ns - entry.trainer_cpu_ns)

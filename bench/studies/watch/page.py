@@ -66,6 +66,25 @@ def describe(report: WatchReport, plots: Mapping[str, str]) -> Document:  # noqa
         further = [f"{finding.text} {finding.advice}" for finding in report.findings[1:]]
         if further:
             parts.append(Section("Further losses", [Items(further)]))
+        if report.remedies:
+            rows = [
+                [
+                    remedy.name,
+                    f"{remedy.gain:.1%}",
+                    f"{remedy.low:.1%} to {remedy.high:.1%}",
+                    format_number(remedy.step_ms),
+                    remedy.line,
+                ]
+                for remedy in report.remedies
+            ]
+            columns = (
+                "remedy",
+                "saves of the step",
+                "95 % interval",
+                "step [ms]",
+                "line to change",
+            )
+            parts.append(Section("Remedies that were tried", [Table(columns, rows)]))
         header = ["rank", "device", "step [ms]", "occupancy", *map(LABELS.get, PARTS), "last"]
         rows = [
             [

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
 import msgspec
@@ -21,20 +21,8 @@ from fuelrail.bench.measure.occupancy import (
     window_of,
 )
 from fuelrail.bench.measure.rates import Interval, bootstrap_means
-from fuelrail.bench.measure.records import RankLog, StepRecord, rank_path, read_rank
-from fuelrail.bench.report.files import (
-    REPORT_JSON,
-    ReportHead,
-    created_now,
-    publish,
-    publish_json,
-)
-from fuelrail.bench.studies.watch.export import (
-    PROMETHEUS_FILE,
-    TENSORBOARD_FOLDER,
-    as_prometheus,
-    write_tensorboard,
-)
+from fuelrail.bench.measure.records import RankLog, StepRecord
+from fuelrail.bench.report.files import ReportHead, created_now
 from fuelrail.bench.studies.watch.judge import (
     LABELS,
     PARTS,
@@ -73,12 +61,33 @@ class RankTimes(msgspec.Struct, frozen=True, kw_only=True):
     gpu: GpuUse | None = None
 
 
+class Remedy(msgspec.Struct, frozen=True, kw_only=True):
+    """A change that was tried, the line to change, the step's time with it, and the share of the
+    step that it saves with the ends of its 95 % interval.
+    """
+
+    name: str
+    line: str
+    step_ms: float
+    gain: float
+    low: float
+    high: float
+
+    def as_text(self) -> str:
+        """Return the remedy in a line."""
+        ends = f"{self.low:.1%} to {self.high:.1%}"
+        if self.low <= 0 <= self.high:
+            return f"saves nothing certain ({ends}): {self.line}"
+        return f"saves {self.gain:.1%} of the step ({ends}): {self.line}"
+
+
 class WatchReport(ReportHead, frozen=True, kw_only=True):
     """A whole report.
 
     ``findings``: what certainly holds the accelerators up, the largest first; empty where nothing
     is certain. ``occupancy`` is None where too few steps were made. ``times``: means of a
-    step and of its parts over ranks, by name, for a comparison with another run.
+    step and of its parts over ranks, by name, for a comparison with another run. ``remedies`` were
+    tried, best first.
     """
 
     num_ranks: int
@@ -88,6 +97,7 @@ class WatchReport(ReportHead, frozen=True, kw_only=True):
     findings: list[Finding]
     ranks: list[RankTimes]
     times: dict[str, Interval]
+    remedies: list[Remedy] = msgspec.field(default_factory=list)
 
     def verdict(self) -> str:
         """Return the run in a sentence or two."""
@@ -101,6 +111,7 @@ class WatchReport(ReportHead, frozen=True, kw_only=True):
         """Return the verdict, what else was found, and a line for each rank."""
         lines = [self.verdict()]
         lines += [f"also: {finding.text}" for finding in self.findings[1:]]
+        lines += [f"tried: {remedy.as_text()}" for remedy in self.remedies]
         lines += [f"note: {warning}" for warning in self.warnings]
         if self.disturbed is not None:
             lines.append(f"note: measured on a loaded host: {self.disturbed}")
@@ -138,36 +149,25 @@ class WatchReport(ReportHead, frozen=True, kw_only=True):
         return "\n".join(lines)
 
 
-def conclude(
-    folder: Path, *, first_rank: int = 0, is_written: bool = True, is_last: bool = False
-) -> WatchReport | None:
-    """Return the report of the records in a folder; None where there are none.
-
-    ``is_written``: write report.json and metrics.prom too, and the page where what draws it is
-    installed. ``is_last``: also TensorBoard's scalars, where it is.
-    """
-    records = folder / RECORDS
-    first = read_rank(rank_path(records, first_rank))
-    if first.header is None:
-        return None
-    logs = {first_rank: first}
-    if first_rank == 0:
-        logs |= {rank: read_rank(rank_path(records, rank)) for rank in range(1, first.header.world)}
-    report = build_report(logs, world=first.header.world)
-    if is_written:
-        publish_json(folder / REPORT_JSON, report)
-        if find_spec("jinja2") is not None:
-            from fuelrail.bench.report.page import write_report
-
-            write_report(report, folder, html=True)
-        publish(folder / PROMETHEUS_FILE, as_prometheus(report).encode())
-        if is_last:
-            write_tensorboard(logs, folder / TENSORBOARD_FOLDER)
-    return report
+def remedies_path(folder: Path, rank: int) -> Path:
+    """Return the path of the remedies that a rank tried."""
+    return folder / f"remedies-{rank:05d}.json"
 
 
-def build_report(logs: dict[int, RankLog], *, world: int) -> WatchReport:
-    """Judge the records of ranks, by their numbers."""
+def build_report(
+    logs: dict[int, RankLog], *, world: int, tried: Sequence[Sequence[Remedy]] = ()
+) -> WatchReport:
+    """Judge the records of ranks, by their numbers, with the remedies that each one tried."""
+    by_name: dict[str, list[Remedy]] = {}
+    for remedy in itertools.chain.from_iterable(tried):
+        by_name.setdefault(remedy.name, []).append(remedy)
+    # The ranks go on together, so that one to which a remedy brings less holds the others up.
+    remedies = [
+        min(found, key=lambda remedy: remedy.gain)
+        for found in by_name.values()
+        if len(found) == len(tried)
+    ]
+    remedies.sort(key=lambda remedy: -remedy.gain)
     missing = [rank for rank in range(world) if not logs.get(rank, RankLog()).steps]
     warnings = []
     if missing:
@@ -237,6 +237,7 @@ def build_report(logs: dict[int, RankLog], *, world: int) -> WatchReport:
         findings=findings,
         ranks=ranks,
         times=times,
+        remedies=remedies,
     )
 
 

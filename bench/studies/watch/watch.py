@@ -24,10 +24,11 @@ from typing import Any
 from fuelrail.bench.measure.hooks import Batches, Hooks
 from fuelrail.bench.measure.recorder import Recorder
 from fuelrail.bench.measure.records import rank_path, read_rank
-from fuelrail.bench.studies.watch.command import FOLDER_VARIABLE
-from fuelrail.bench.studies.watch.export import log_to_wandb
+from fuelrail.bench.studies.watch.command import FOLDER_VARIABLE, TRY_VARIABLE
+from fuelrail.bench.studies.watch.export import conclude, log_to_wandb
 from fuelrail.bench.studies.watch.packages import watch_packages
-from fuelrail.bench.studies.watch.report import RECORDS, WatchReport, conclude
+from fuelrail.bench.studies.watch.remedies import SECONDS, Trials
+from fuelrail.bench.studies.watch.report import RECORDS, WatchReport
 from fuelrail.pipeline.errors import ConfigError
 
 
@@ -55,9 +56,10 @@ class Session:
         self._is_printed = is_printed
         self._process = os.getpid()
         self.recorder = Recorder(self.folder / RECORDS, rank=int(rank), world=int(world))
-        self._hooks = Hooks(self.recorder, **hooks)
+        self._hooks = Hooks(self.recorder, on_ask=self.before_batch, **hooks)
         has_loaders = bool(hooks.get("has_loaders"))
         self._waiting = watch_packages(self._hooks, has_loaders=has_loaders)
+        self._trials: Trials | None = None
         atexit.register(self.close)
         Session.current = self
 
@@ -70,6 +72,8 @@ class Session:
         for package in self._waiting:
             package.remove()
         self._hooks.remove()
+        if self._trials is not None and self.recorder.rank == 0:
+            sys.stderr.write("fuelrail: no remedies were tried: the training made too few steps\n")
         self.recorder.close()
         try:
             if self._is_printed and (self.is_temporary or self.recorder.rank == 0):
@@ -80,6 +84,15 @@ class Session:
             sys.stderr.write(f"fuelrail: the watch has no verdict: {error}\n")
         if self.is_temporary:
             shutil.rmtree(self.folder, ignore_errors=True)
+
+    def try_remedies(self, seconds: float) -> None:
+        """Try remedies as soon as there are steps enough to know the trainer's pace."""
+        self._trials = Trials(self.recorder, seconds)
+
+    def before_batch(self, loader: Any) -> None:
+        """Note that the loop is about to ask a loader for a batch."""
+        if self._trials is not None and self._trials.are_made(loader, self._hooks.modules):
+            self._trials = None
 
     def report(self, *, is_last: bool = False) -> WatchReport | None:
         """Judge what all ranks have written so far; None before the first step."""
@@ -142,7 +155,10 @@ class Watch:
         self._recorder.note_workers(loader)
 
     def __iter__(self) -> Iterator[Any]:
-        return Batches(lambda: iter(self.loader), self._recorder)
+        def on_ask() -> None:
+            self._session.before_batch(self.loader)
+
+        return Batches(lambda: iter(self.loader), self._recorder, on_ask)
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]
@@ -155,6 +171,17 @@ class Watch:
     def report(self) -> WatchReport | None:
         """Judge the steps so far, of all ranks that write to the folder; None before the first."""
         return self._session.report()
+
+    def try_remedies(self, *, seconds: float = SECONDS) -> None:
+        """Find out what other settings of the loader would bring, and print it.
+
+        After 40 steps the loop pauses between two steps; each trial takes some ``seconds``. A trial
+        is made with this loader, on this machine, at the pace of this training: of other numbers of
+        workers and of batches that they fetch ahead, workers that stay, one thread of OpenCV and
+        BLAS in each, our decoder, our shards, pinned memory and ``channels_last``. Nothing of the
+        training is changed by it. Loaders are tried that are torch's, or built on it.
+        """
+        self._session.try_remedies(seconds)
 
     def finish(self) -> None:
         """End the recording, as the end of the process does, and print the verdict.
@@ -174,4 +201,6 @@ watch = Watch
 def start_by_environment() -> None:
     """Record this process, as ``fuelrail watch`` asks for, which prints the verdict itself."""
     if Session.current is None:
-        Session(os.environ[FOLDER_VARIABLE], is_printed=False, has_loaders=True)
+        session = Session(os.environ[FOLDER_VARIABLE], is_printed=False, has_loaders=True)
+        if os.environ.get(TRY_VARIABLE):
+            session.try_remedies(SECONDS)

@@ -8,12 +8,21 @@ from hypothesis import strategies as st
 
 from fuelrail.bench.measure.accelerator import (
     PROFILES,
-    CpuAccelerator,
+    Accelerator,
     EmulatedAccelerator,
     load_profile,
 )
+from fuelrail.bench.measure.cuda import CudaAccelerator
+from fuelrail.bench.measure.records import PHASES
 from fuelrail.pipeline.errors import ConfigError
 from support.bench_runs import MS, PROFILE, HandClock
+from support.fake_cuda import FakeCuda
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _hand_clock():
+    with HandClock.driving_recorders():
+        yield
 
 
 def run_step(accelerator, clock, real_ms, *, samples=1):
@@ -178,7 +187,7 @@ def test_a_profile_of_ones_own_is_loaded_by_path_and_checked(tmp_path):
 
 def test_the_phases_of_a_cpu_are_what_the_thread_takes_and_say_what_it_waited():
     clock = HandClock()
-    accelerator = CpuAccelerator(clock)
+    accelerator = Accelerator(clock)
     with accelerator.host_to_device():
         clock.pass_ms(1)
     with accelerator.forward(2, 4):
@@ -208,7 +217,7 @@ def test_the_phases_of_a_cpu_are_what_the_thread_takes_and_say_what_it_waited():
 
 def test_micro_batches_on_a_cpu_add_up():
     clock = HandClock()
-    accelerator = CpuAccelerator(clock)
+    accelerator = Accelerator(clock)
     for _ in range(2):
         with accelerator.forward(2, 4):
             clock.compute_ms(10)
@@ -221,3 +230,39 @@ def test_micro_batches_on_a_cpu_add_up():
         0,
     )
     assert times.cpu_ns == times.device_busy_ns == 60 * MS
+
+
+def test_what_a_stage_waits_for_others_between_its_passes_is_in_no_phase():
+    clock = HandClock()
+    accelerator = Accelerator(clock)
+    with accelerator.forward(1, 1):
+        clock.pass_ms(3)
+    clock.pass_ms(40)
+    with accelerator.backward():
+        clock.pass_ms(5)
+    record = accelerator.finish_step()
+    assert (record.device_busy_ns, record.other_ns) == (8 * MS, 40 * MS)
+
+
+def test_a_gpus_phases_are_those_of_its_events(monkeypatch):
+    """Between any two events the fake device takes a millisecond."""
+    with FakeCuda(monkeypatch):
+        accelerator = CudaAccelerator(0)
+        for _ in range(2):
+            accelerator.recorder.ask()
+            accelerator.recorder.got(())
+            with accelerator.host_to_device():
+                pass
+            with accelerator.forward(1, 1):
+                pass
+            with accelerator.backward():
+                accelerator.all_reduce_started()
+                accelerator.gradients_ready(1.0)
+                accelerator.all_reduce_finished()
+            with accelerator.optimiser():
+                pass
+            record = accelerator.finish_step()
+    phases = ("data_wait", "host_to_device", "forward", "backward", "all_reduce", "optimiser")
+    assert [record.phase_ns(phase) for phase in phases] == [1 * MS] * 6
+    assert record.device_busy_ns == 3 * MS
+    assert record.wall_ns == sum(record.phase_ns(phase) for phase in PHASES)

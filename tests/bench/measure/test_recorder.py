@@ -267,6 +267,19 @@ def test_a_collective_is_told_apart(loop, monkeypatch, tmp_path):
     assert phases(averaged.end()[1]) == PLAIN | {"all_reduce": 5}
 
 
+def test_a_pause_and_the_step_after_it_are_in_no_record(loop):
+    for number in range(6):
+        loop.learn()
+        loop.update()
+        if number == 2:
+            assert loop.recorder.is_at_border
+            with loop.recorder.pause():
+                loop.clock.pass_by(10_000)
+    steps = loop.end()
+    assert [phases(step) for step in steps] == [PLAIN] * 5
+    assert steps[3].start_ns - steps[2].end_ns == 10_000 + sum(PLAIN.values())
+
+
 def test_an_exception_in_a_phase_leaves_no_phase_open(loop):
     class Broken(Update):
         def step(self, closure=None):

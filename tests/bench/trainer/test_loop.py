@@ -20,6 +20,12 @@ from fuelrail.bench.trainer.strategies.step import Parallel
 from support.bench_runs import MS, PROFILE, HandClock
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _hand_clock():
+    with HandClock.driving_recorders():
+        yield
+
+
 class Slow(nn.Module):
     """One weight; its forward takes ``forward_ms`` of the clock."""
 
@@ -66,7 +72,7 @@ def stalling(clock, waits_ms, **shape):
 def run(waits_ms, *, forward_ms=0.0, **options):
     clock = HandClock()
     batches = options.pop("batches", None) or stalling(clock, waits_ms)
-    return list(train(parallel(Slow(clock, forward_ms)), batches, clock, **options))
+    return list(train(parallel(Slow(clock, forward_ms)), batches, **options))
 
 
 @settings(deadline=None, max_examples=30)
@@ -97,7 +103,7 @@ def test_phases_leave_no_gap_within_and_between_steps():
 
 def test_what_the_caller_does_with_a_record_belongs_to_the_next_step():
     clock = HandClock()
-    loop = train(parallel(Slow(clock)), stalling(clock, [0, 0]), clock)
+    loop = train(parallel(Slow(clock)), stalling(clock, [0, 0]))
     first = next(loop)
     clock.pass_ms(5)
     second = next(loop)
@@ -108,7 +114,7 @@ def test_what_the_caller_does_with_a_record_belongs_to_the_next_step():
 def test_it_stops_after_its_steps_and_asks_for_no_batch_too_many():
     clock = HandClock()
     source = stalling(clock, [0] * 10)
-    records = list(train(parallel(Slow(clock)), source, clock, num_steps=3))
+    records = list(train(parallel(Slow(clock)), source, num_steps=3))
     assert [record.step for record in records] == [0, 1, 2]
     assert int(next(source)["img"][0, 0, 0, 0, 0]) == 4
 
@@ -125,8 +131,8 @@ def test_accumulated_gradients_are_the_mean():
     joined = Slow(clock)
     single = Slow(clock)
     batches = [batch(0), batch(0)]
-    list(train(parallel(joined), batches, clock, accumulation=2))
-    list(train(parallel(single), batches[:1], clock))
+    list(train(parallel(joined), batches, accumulation=2))
+    list(train(parallel(single), batches[:1]))
     assert torch.equal(joined.weight, single.weight)
     assert joined.weight.item() != 1.0
 

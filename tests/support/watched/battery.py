@@ -18,7 +18,7 @@ import msgspec
 
 from fuelrail.bench.measure.machine import MachineFacts, machine_facts, package_versions
 from fuelrail.bench.report.files import created_now, publish_json
-from fuelrail.bench.studies.watch.report import conclude
+from fuelrail.bench.studies.watch.export import conclude
 from support import ranks
 
 SCRIPT = Path(__file__).with_name("training.py")

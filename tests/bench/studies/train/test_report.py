@@ -197,38 +197,27 @@ def test_a_run_without_loading_has_no_source():
 
 def test_headline_bar_and_sentence_agree_on_a_loaded_host():
     """The stand-in's surplus and late waking count as other, in the bar and in the sentence."""
-    clock = HandClock(lateness_ns=2 * MS)
-    accelerator = EmulatedAccelerator(PROFILE, clock)
-    records = []
-    for number in range(20):
-        start_ns = clock.now
-        with accelerator.forward(1, 2):
-            clock.pass_ms(1)
-        with accelerator.backward():
-            clock.pass_ms(28)
-        with accelerator.optimiser():
-            clock.pass_ms(0.1)
-        device = accelerator.finish_step()
-        durations = {name: getattr(device, name) for name in device.__struct_fields__}
-        other_ns = (
-            clock.now - start_ns - device.forward_ns - device.backward_ns - device.optimiser_ns
-        )
-        records.append(
-            step(
-                number,
-                start_ns,
-                **durations,
-                other_ns=other_ns,
-                end_ns=clock.now,
-            )
-        )
+    with HandClock.driving_recorders():
+        clock = HandClock(lateness_ns=2 * MS)
+        accelerator = EmulatedAccelerator(PROFILE, clock)
+        records = []
+        for _ in range(20):
+            accelerator.recorder.ask()
+            accelerator.recorder.got(())
+            with accelerator.forward(1, 2):
+                clock.pass_ms(1)
+            with accelerator.backward():
+                clock.pass_ms(28)
+            with accelerator.optimiser():
+                clock.pass_ms(0.1)
+            records.append(msgspec.structs.replace(accelerator.finish_step(), num_samples=1))
     report = report_of([log(records)])
     share = {phase.phase: phase.share for phase in report.figures.phases}
     bar = share["forward"] + share["backward"] + share["optimiser"]
     assert bar == pytest.approx(report.figures.occupancy.mean)
     assert share["other"] == pytest.approx(1 - bar)
     assert share["other"] > 0.2
-    assert "The largest loss is the host outside the phases (“other”)" in verdict(report)
+    assert "Work outside of forward, backward and optimiser holds all ranks up" in verdict(report)
 
 
 CPU = msgspec.structs.replace(SETTINGS, accelerator="cpu", profile=None, model="own:Net")
