@@ -335,7 +335,8 @@ class BatchSampler:
         return CountedLoader(self, self if loader is None else loader)
 
     def _check(self, loader: Iterable[Any] | None) -> None:
-        actual = getattr(loader, "batch_sampler", self)
+        is_counted = isinstance(loader, CountedLoader)
+        actual = self if is_counted else getattr(loader, "batch_sampler", self)
         if actual is not self:
             raise OrderError(
                 f"the loader's batch_sampler is a {type(actual).__name__}, not this "
@@ -520,6 +521,9 @@ class CountedLoader:
     Each iteration is the rest of the sampler's epoch; ``len`` is the number of batches in a whole
     one.
     """
+
+    batch_sampler = None
+    """What Lightning asks of a loader of validation that has a sampler."""
 
     def __init__(self, sampler: BatchSampler, loader: Iterable[Any]) -> None:
         self.sampler = sampler
