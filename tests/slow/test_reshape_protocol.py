@@ -19,8 +19,14 @@ MISTAKES = {
     "NO_ROLLBACK": "next",  # a step that failed is not given again
     "EARLY_COMMIT": "rows",  # a step counts before all have taken it
 }
-BOUNDS = [("RANKS=1",), ("RANKS=2",), ("RANKS=3",), ("RANKS=4", "SLOTS=1")]
-"""Of four ranks one round at a time; late ranks are in none."""
+BOUNDS = [
+    ("RANKS=1",),
+    ("RANKS=2",),
+    ("RANKS=3",),
+    ("RANKS=4", "SLOTS=1"),
+    ("RANKS=4", "SLOTS=2", "STEPS=1"),
+]
+"""Four ranks with any rounds at once have more states than memory holds."""
 
 
 def check(folder, *definitions):
