@@ -15,7 +15,9 @@
 #define SLOTS RANKS /* rounds that may be under way at once */
 #endif
 #define ROWS 5  /* of a global batch: shares differ by a row */
+#ifndef STEPS
 #define STEPS 2
+#endif
 
 #define IDLE 0
 #define DEALT 1
