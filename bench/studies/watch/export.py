@@ -1,4 +1,4 @@
-"""A watch's figures for other tools: Prometheus, TensorBoard, Weights & Biases."""
+"""A watch's steps as scalars of TensorBoard and of Weights & Biases."""
 
 from __future__ import annotations
 
@@ -13,40 +13,8 @@ from fuelrail.bench.studies.watch.judge import PARTS, part_times
 
 if TYPE_CHECKING:
     from fuelrail.bench.measure.records import RankLog, StepRecord
-    from fuelrail.bench.studies.watch.report import WatchReport
 
-PROMETHEUS_FILE: Final = "metrics.prom"
 TENSORBOARD_FOLDER: Final = "tensorboard"
-
-_HELP: Final = {
-    "step_seconds": "mean time of a step",
-    "occupancy_ratio": "share of the time in forward, backward and optimiser",
-    "part_ratio": "share of the time in a part of the step",
-    "finding_ratio": "share of the time that something certainly takes; rank is empty for all",
-}
-
-
-def as_prometheus(report: WatchReport) -> str:
-    """Return the report as gauges, such as for the node exporter's textfile collector."""
-    values: dict[str, list[tuple[dict[str, Any], float]]] = {name: [] for name in _HELP}
-    for row in report.ranks:
-        rank = {"rank": row.rank}
-        values["step_seconds"].append((rank, row.step_ms / 1e3))
-        values["occupancy_ratio"].append((rank, row.occupancy))
-        for part, share in row.shares.items():
-            values["part_ratio"].append((rank | {"part": part}, share))
-    for finding in report.findings:
-        blamed = "" if finding.rank is None else finding.rank
-        labels = {"cause": finding.cause, "phase": finding.phase, "rank": blamed}
-        values["finding_ratio"].append((labels, finding.share))
-    lines = []
-    for name, rows in values.items():
-        lines.append(f"# HELP fuelrail_watch_{name} {_HELP[name]}")
-        lines.append(f"# TYPE fuelrail_watch_{name} gauge")
-        for labels, value in rows:
-            words = ",".join(f'{label}="{word}"' for label, word in labels.items())
-            lines.append(f"fuelrail_watch_{name}{{{words}}} {value:.6g}")
-    return "\n".join(lines) + "\n"
 
 
 def scalars(log: RankLog) -> Iterator[tuple[StepRecord, dict[str, float]]]:
