@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from fuelrail.bench.measure.records import rank_path
-from fuelrail.bench.studies.watch.export import conclude
-from fuelrail.bench.studies.watch.report import RECORDS, remedies_path
+from fuelrail.bench.studies.watch.report import RECORDS, conclude, remedies_path
 from fuelrail.pipeline.cli import Command, PrintOptions, add_flags, from_flags, print_json
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import flag

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -21,8 +23,15 @@ from fuelrail.bench.measure.occupancy import (
     window_of,
 )
 from fuelrail.bench.measure.rates import Interval, bootstrap_means
-from fuelrail.bench.measure.records import RankLog, StepRecord
-from fuelrail.bench.report.files import ReportHead, created_now
+from fuelrail.bench.measure.records import RankLog, StepRecord, rank_path, read_rank
+from fuelrail.bench.report.files import (
+    REPORT_JSON,
+    ReportHead,
+    created_now,
+    publish,
+    publish_json,
+)
+from fuelrail.bench.studies.watch.export import TENSORBOARD_FOLDER, write_tensorboard
 from fuelrail.bench.studies.watch.judge import (
     LABELS,
     PARTS,
@@ -39,10 +48,18 @@ VERSION = 2
 
 RECORDS = "records"
 
+PROMETHEUS_FILE = "metrics.prom"
+
 _WARM_UP = 10
 _MAX_RECORDS = 10_000
 """Of a longer run the last ones are judged."""
 _SHOWN_RANKS = 16
+_GAUGES = {
+    "step_seconds": "mean time of a step",
+    "occupancy_ratio": "share of the time in forward, backward and optimiser",
+    "part_ratio": "share of the time in a part of the step",
+    "finding_ratio": "share of the time that something certainly takes; rank is empty for all",
+}
 _MIN_MS = 0.1
 """Parts of a step below are not compared with those of another run."""
 
@@ -148,10 +165,64 @@ class WatchReport(ReportHead, frozen=True, kw_only=True):
             lines.append(f"and {len(self.ranks) - _SHOWN_RANKS} more ranks")
         return "\n".join(lines)
 
+    def as_prometheus(self) -> str:
+        """Return the report as gauges, such as for the node exporter's textfile collector."""
+        values: dict[str, list[tuple[dict[str, Any], float]]] = {name: [] for name in _GAUGES}
+        for row in self.ranks:
+            rank = {"rank": row.rank}
+            values["step_seconds"].append((rank, row.step_ms / 1e3))
+            values["occupancy_ratio"].append((rank, row.occupancy))
+            for part, share in row.shares.items():
+                values["part_ratio"].append((rank | {"part": part}, share))
+        for finding in self.findings:
+            blamed = "" if finding.rank is None else finding.rank
+            labels = {"cause": finding.cause, "phase": finding.phase, "rank": blamed}
+            values["finding_ratio"].append((labels, finding.share))
+        lines = []
+        for name, rows in values.items():
+            lines.append(f"# HELP fuelrail_watch_{name} {_GAUGES[name]}")
+            lines.append(f"# TYPE fuelrail_watch_{name} gauge")
+            for labels, value in rows:
+                words = ",".join(f'{label}="{word}"' for label, word in labels.items())
+                lines.append(f"fuelrail_watch_{name}{{{words}}} {value:.6g}")
+        return "\n".join(lines) + "\n"
+
 
 def remedies_path(folder: Path, rank: int) -> Path:
     """Return the path of the remedies that a rank tried."""
     return folder / f"remedies-{rank:05d}.json"
+
+
+def conclude(
+    folder: Path, *, first_rank: int = 0, is_written: bool = True, is_last: bool = False
+) -> WatchReport | None:
+    """Return the report of the records in a folder; None where there are none.
+
+    ``is_written``: write report.json and metrics.prom too, and the page where what draws it is
+    installed. ``is_last``: also TensorBoard's scalars, where it is.
+    """
+    records = folder / RECORDS
+    first = read_rank(rank_path(records, first_rank))
+    if first.header is None:
+        return None
+    logs = {first_rank: first}
+    if first_rank == 0:
+        logs |= {rank: read_rank(rank_path(records, rank)) for rank in range(1, first.header.world)}
+    files = [remedies_path(records, rank) for rank in logs]
+    tried = [
+        msgspec.json.decode(file.read_bytes(), type=list[Remedy]) for file in files if file.exists()
+    ]
+    report = build_report(logs, world=first.header.world, tried=tried)
+    if is_written:
+        publish_json(folder / REPORT_JSON, report)
+        if find_spec("jinja2") is not None:
+            from fuelrail.bench.report.page import write_report
+
+            write_report(report, folder, html=True)
+        publish(folder / PROMETHEUS_FILE, report.as_prometheus().encode())
+        if is_last:
+            write_tensorboard(logs, folder / TENSORBOARD_FOLDER)
+    return report
 
 
 def build_report(

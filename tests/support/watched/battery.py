@@ -1,7 +1,7 @@
 """Puts causes into small trainings, and asks `fuelrail watch` and `traceml-ai` what holds them up.
 
 ``python -m support.watched.battery [--tool watch|traceml] [--only TEXT] WORK OUT`` runs what the folder WORK does not
-have, judges all, and writes OUT with its table. It needs the trainers that it runs; traceml-ai is on the package index.
+have, judges all, and writes OUT. It needs the trainers that it runs; traceml-ai is on the package index.
 """
 
 from __future__ import annotations
@@ -18,11 +18,19 @@ import msgspec
 
 from fuelrail.bench.measure.machine import MachineFacts, machine_facts, package_versions
 from fuelrail.bench.report.files import created_now, publish_json
-from fuelrail.bench.studies.watch.export import conclude
+from fuelrail.bench.studies.watch.report import conclude
 from support import ranks
 
 SCRIPT = Path(__file__).with_name("training.py")
-PACKAGES = ["torch", "transformers", "pytorch-lightning", "accelerate", "mmengine", "lerobot"]
+PACKAGES = [
+    "torch",
+    "transformers",
+    "pytorch-lightning",
+    "accelerate",
+    "mmengine",
+    "lerobot",
+    "traceml-ai",
+]
 _LIMIT_S = 240
 _LOADED = [
     "transformers.trainer",
@@ -263,7 +271,6 @@ def main() -> None:
                 word = "right" if answer.is_right else "WRONG"
                 print(f"{word} {tool} {run.title}: {_cell(answer)}", flush=True)
     publish_json(words.out, battery)
-    words.out.with_suffix(".md").write_text(battery.as_text())
 
 
 if __name__ == "__main__":

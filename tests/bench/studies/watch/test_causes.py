@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fuelrail.bench.studies.watch.export import conclude
+from fuelrail.bench.studies.watch.report import conclude
 from support.ranks import run_ranks
 from support.watched import battery, training
 

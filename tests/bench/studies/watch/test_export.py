@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fuelrail.bench.measure.records import RankLog
-from fuelrail.bench.studies.watch.export import as_prometheus, log_to_wandb, write_tensorboard
+from fuelrail.bench.studies.watch.export import log_to_wandb, write_tensorboard
 from support.watch_records import rank, report_on
 
 
@@ -18,7 +18,7 @@ def test_prometheus_reads_the_figures(report):
     parser = pytest.importorskip("prometheus_client.parser", reason="prometheus-client")
     families = {
         family.name: family.samples
-        for family in parser.text_string_to_metric_families(as_prometheus(report))
+        for family in parser.text_string_to_metric_families(report.as_prometheus())
     }
     (finding,) = families["fuelrail_watch_finding_ratio"]
     assert finding.labels == {"cause": "slow rank", "phase": "forward", "rank": "1"}
