@@ -61,6 +61,7 @@ _LONGEST_S: Final = 180.0
 _NOTABLE: Final = 0.02
 """Where less of the time is lost, no change of what loses it is tried."""
 _BLOCK: Final = bytes(1 << 16)
+_COMES_LAST: Final = 0.1
 _NUM_COMPARED: Final = 6
 _COPIED_BYTES: Final = 1 << 24
 _JOIN_S: Final = 5.0
@@ -72,8 +73,8 @@ _Inputs: TypeAlias = list[tuple[torch.Size, torch.dtype, torch.device]]
 
 
 class Pace(NamedTuple):
-    """A step without its wait for data: batches, threads that compute, the CPU time of each, and
-    the time in which none computes [ns].
+    """A step without its wait for data and for late ranks: batches, threads that compute, the CPU
+    time of each, and the time in which none computes [ns].
     """
 
     num_batches: int
@@ -86,7 +87,10 @@ class Pace(NamedTuple):
         """Return the pace of the mean step."""
         details = [step.details for step in steps]
         wall_ns = fmean(step.wall_ns for step in steps)
-        work_ns = wall_ns - fmean(step.data_wait_ns for step in steps)
+        collectives_ns = [step.all_reduce_ns for step in steps]
+        # What they take when this rank comes last itself.
+        waited_ns = fmean(collectives_ns) - float(np.quantile(collectives_ns, _COMES_LAST))
+        work_ns = wall_ns - waited_ns - fmean(step.data_wait_ns for step in steps)
         cpu_ns = fmean(step.cpu_ns for step in steps)
         queued_ns = fmean(step.queued_ns for step in steps)
         seen_ns = sum(entry.cpu_wall_ns for entry in details)

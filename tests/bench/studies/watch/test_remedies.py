@@ -87,6 +87,13 @@ def test_a_pace_is_a_step_without_its_wait_and_without_what_it_queued():
     assert (pace.cpu_ns, pace.idle_ns) == pytest.approx((10 * MS, (30 - 12 - 10) * MS))
 
 
+def test_a_pace_has_no_wait_for_late_ranks():
+    early = steps(6, wait_ms=10, work_ms=3 + 20, all_reduce_ns=20 * MS)
+    late = steps(6, wait_ms=30, work_ms=3, all_reduce_ns=0)
+    pace = Pace.of_steps(early + late, 1)
+    assert pace.cpu_ns + pace.idle_ns == pytest.approx(3 * MS)
+
+
 def names(loader, given=None):
     return {remedy.name for remedy in try_loader(loader, given or steps(), seconds=SECONDS)}
 
