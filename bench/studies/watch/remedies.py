@@ -61,7 +61,7 @@ _LONGEST_S: Final = 180.0
 _NOTABLE: Final = 0.02
 """Where less of the time is lost, no change of what loses it is tried."""
 _BLOCK: Final = bytes(1 << 16)
-_COMES_LAST: Final = 0.1
+_MOST_RANKS: Final = 16
 _NUM_COMPARED: Final = 6
 _COPIED_BYTES: Final = 1 << 24
 _JOIN_S: Final = 5.0
@@ -73,8 +73,8 @@ _Inputs: TypeAlias = list[tuple[torch.Size, torch.dtype, torch.device]]
 
 
 class Pace(NamedTuple):
-    """A step without its wait for data and for late ranks: batches, threads that compute, the CPU
-    time of each, and the time in which none computes [ns].
+    """A step without its wait for data: batches, threads that compute, the CPU time of each, and
+    the time in which none computes [ns].
     """
 
     num_batches: int
@@ -87,10 +87,7 @@ class Pace(NamedTuple):
         """Return the pace of the mean step."""
         details = [step.details for step in steps]
         wall_ns = fmean(step.wall_ns for step in steps)
-        collectives_ns = [step.all_reduce_ns for step in steps]
-        # What they take when this rank comes last itself.
-        waited_ns = fmean(collectives_ns) - float(np.quantile(collectives_ns, _COMES_LAST))
-        work_ns = wall_ns - waited_ns - fmean(step.data_wait_ns for step in steps)
+        work_ns = wall_ns - fmean(step.data_wait_ns for step in steps)
         cpu_ns = fmean(step.cpu_ns for step in steps)
         queued_ns = fmean(step.queued_ns for step in steps)
         seen_ns = sum(entry.cpu_wall_ns for entry in details)
@@ -166,7 +163,9 @@ class Trials:
         is_first = recorder.rank == 0
         if is_first:
             sys.stderr.write("fuelrail: the training pauses, remedies are tried\n")
-        steps = read_rank(rank_path(recorder.folder, recorder.rank)).steps[_WARM_UP:]
+        ranks = {*range(min(recorder.world, _MOST_RANKS)), recorder.rank}
+        logs = {rank: read_rank(rank_path(recorder.folder, rank)).steps for rank in ranks}
+        steps = with_waits(logs.pop(recorder.rank), list(logs.values()))[_WARM_UP:]
         steps = [step for step in steps if step.details.num_steps == 1][-_MOST_STEPS:]
         ways = [
             functools.partial(try_loader, loader, steps, seconds=self._seconds),
@@ -186,6 +185,29 @@ class Trials:
         if is_first:
             lines = [remedy.as_text() for remedy in remedies] or ["none applies"]
             sys.stderr.write("".join(f"fuelrail: {line}\n" for line in lines))
+
+
+def with_waits(
+    steps: Sequence[StepRecord], others: Sequence[Sequence[StepRecord]]
+) -> list[StepRecord]:
+    """Return the steps of a rank whose waits for late ranks count as waits for data: these are
+    late by their loaders, or gain less by a remedy, which then counts.
+    """
+    found = []
+    for number, step in enumerate(steps):
+        shortest_ns = min(
+            (other[number].all_reduce_ns for other in others if len(other) > number),
+            default=step.all_reduce_ns,
+        )
+        waited_ns = max(0, step.all_reduce_ns - shortest_ns)
+        found.append(
+            msgspec.structs.replace(
+                step,
+                data_wait_ns=step.data_wait_ns + waited_ns,
+                all_reduce_ns=step.all_reduce_ns - waited_ns,
+            )
+        )
+    return found
 
 
 def _note_inputs(module: nn.Module, inputs: dict[nn.Module, _Inputs], recorder: Recorder) -> None:
