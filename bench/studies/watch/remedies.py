@@ -436,6 +436,7 @@ def _with_own_decoder(
     """
     from fuelrail.loaders.decode.arrays import decode_jpeg
 
+    _first_item(loader)  # which may import what decodes
     num_decoded = itertools.count()
 
     def decode(data: bytes, order: Any = "rgb") -> Any:
