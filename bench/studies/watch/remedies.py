@@ -61,6 +61,7 @@ _LONGEST_S: Final = 180.0
 _NOTABLE: Final = 0.02
 """Where less of the time is lost, no change of what loses it is tried."""
 _BLOCK: Final = bytes(1 << 16)
+_MOST_RANKS: Final = 16
 _NUM_COMPARED: Final = 6
 _COPIED_BYTES: Final = 1 << 24
 _JOIN_S: Final = 5.0
@@ -162,7 +163,9 @@ class Trials:
         is_first = recorder.rank == 0
         if is_first:
             sys.stderr.write("fuelrail: the training pauses, remedies are tried\n")
-        steps = read_rank(rank_path(recorder.folder, recorder.rank)).steps[_WARM_UP:]
+        ranks = {*range(min(recorder.world, _MOST_RANKS)), recorder.rank}
+        logs = {rank: read_rank(rank_path(recorder.folder, rank)).steps for rank in ranks}
+        steps = with_waits(logs.pop(recorder.rank), list(logs.values()))[_WARM_UP:]
         steps = [step for step in steps if step.details.num_steps == 1][-_MOST_STEPS:]
         ways = [
             functools.partial(try_loader, loader, steps, seconds=self._seconds),
@@ -182,6 +185,29 @@ class Trials:
         if is_first:
             lines = [remedy.as_text() for remedy in remedies] or ["none applies"]
             sys.stderr.write("".join(f"fuelrail: {line}\n" for line in lines))
+
+
+def with_waits(
+    steps: Sequence[StepRecord], others: Sequence[Sequence[StepRecord]]
+) -> list[StepRecord]:
+    """Return the steps of a rank whose waits for late ranks count as waits for data: these are
+    late by their loaders, or gain less by a remedy, which then counts.
+    """
+    found = []
+    for number, step in enumerate(steps):
+        shortest_ns = min(
+            (other[number].all_reduce_ns for other in others if len(other) > number),
+            default=step.all_reduce_ns,
+        )
+        waited_ns = max(0, step.all_reduce_ns - shortest_ns)
+        found.append(
+            msgspec.structs.replace(
+                step,
+                data_wait_ns=step.data_wait_ns + waited_ns,
+                all_reduce_ns=step.all_reduce_ns - waited_ns,
+            )
+        )
+    return found
 
 
 def _note_inputs(module: nn.Module, inputs: dict[nn.Module, _Inputs], recorder: Recorder) -> None:
@@ -410,6 +436,7 @@ def _with_own_decoder(
     """
     from fuelrail.loaders.decode.arrays import decode_jpeg
 
+    _first_item(loader)  # which may import what decodes
     num_decoded = itertools.count()
 
     def decode(data: bytes, order: Any = "rgb") -> Any:

@@ -72,7 +72,7 @@ class Session:
         for package in self._waiting:
             package.remove()
         self._hooks.remove()
-        if self._trials is not None and self.recorder.rank == 0:
+        if self._trials is not None and self.recorder.num_steps and self.recorder.rank == 0:
             sys.stderr.write("fuelrail: no remedies were tried: the training made too few steps\n")
         self.recorder.close()
         try:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 import fuelrail as fr
 from fuelrail.bench.measure.records import StepDetails, StepRecord
 from fuelrail.bench.studies.watch import remedies as module
-from fuelrail.bench.studies.watch.remedies import Pace, try_channels_last, try_loader
+from fuelrail.bench.studies.watch.remedies import Pace, try_channels_last, try_loader, with_waits
 from fuelrail.bench.studies.watch.report import Remedy, build_report, remedies_path
 
 pytestmark = pytest.mark.process
@@ -85,6 +85,15 @@ def test_a_pace_is_a_step_without_its_wait_and_without_what_it_queued():
     assert pace.num_batches == 2
     assert pace.num_threads == 1
     assert (pace.cpu_ns, pace.idle_ns) == pytest.approx((10 * MS, (30 - 12 - 10) * MS))
+
+
+def test_a_pace_has_no_wait_for_late_ranks():
+    early = steps(6, wait_ms=10, work_ms=3 + 21, all_reduce_ns=21 * MS)
+    late = steps(5, wait_ms=30, work_ms=3 + 1, all_reduce_ns=1 * MS)
+    given = with_waits(early, [late])
+    assert [step.data_wait_ns for step in given] == [30 * MS] * 5 + [10 * MS]
+    pace = Pace.of_steps(given[:5], 1)
+    assert pace.cpu_ns + pace.idle_ns == pytest.approx(4 * MS)
 
 
 def names(loader, given=None):
