@@ -261,8 +261,6 @@ def train_plain(training: Training, trace: Any, watch: Any = None) -> None:
                     torch.save(states, training.folder / "checkpoint.pt")
             if is_over:
                 break
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def evaluate(training: Training) -> None:
