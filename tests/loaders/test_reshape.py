@@ -151,10 +151,10 @@ def test_packs_buckets_and_balance_take_any_number_of_ranks(root, kind):
     size = 6
     with load(root, size, **options) as alone:
         steps = chain.from_iterable(repeat(alone))
-        expected = [batch["sample_key"] for batch in islice(steps, 5)]
+        expected = [batch["sample_key"] for batch in islice(steps, 3)]
     loader = load(root, size, **options)
     loader.commit()
-    for step, num_ranks in enumerate((4, 1, 5, 2, 6)):
+    for step, num_ranks in enumerate((4, 1, 5)):
         rows = []
         for rank in range(num_ranks):
             loader.reshape(World(rank, num_ranks))
@@ -177,7 +177,7 @@ def test_random_histories_of_samplers_are_exact():
     run_state_machine_as_test(
         Histories,
         settings=settings(
-            max_examples=40,
+            max_examples=25,
             stateful_step_count=25,
             deadline=None,
             suppress_health_check=[*HealthCheck],
