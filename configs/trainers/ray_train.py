@@ -1,8 +1,9 @@
 """Ray Train: ``python configs/trainers/ray_train.py DATASET``.
 
-Each worker of `TorchTrainer` makes its loader, which finds its rank in the process group that Ray
-has set up. The state goes into Ray's checkpoints, from which Ray also restarts a run whose worker
-died. Needs ``pip install "ray[train]"``.
+Each worker of `TorchTrainer` makes its loader for the global batch, which stays the same, and
+reshapes it to the process group that Ray has set up. The state goes into Ray's checkpoints. When a
+worker dies, Ray starts one or two again, as many as the cluster has room for, and they continue
+with the next rows. Needs ``pip install "ray[train]"``, 2.53 or newer.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ from ray.train import Checkpoint, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer, prepare_model
 from torch.nn.functional import mse_loss
 
-from fuelrail import DataLoader
+from fuelrail import DataLoader, World, rank_weight
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
+GLOBAL_BATCH = 4
 
 
 def train_worker(config: dict[str, Any]) -> None:
@@ -33,13 +36,15 @@ def train_worker(config: dict[str, Any]) -> None:
     device = train.torch.get_device()
     with DataLoader(
         config["dataset"],
-        batch_size=2,
+        GLOBAL_BATCH,
         shuffle=True,
         drop_last=True,
         transforms=TRANSFORMS,
         seed=7,
         device=device,
+        world=World(),  # as one rank, of the whole batch
     ) as loader:
+        loader.reshape(World(dist.get_rank(), dist.get_world_size()))
         checkpoint = train.get_checkpoint()
         if checkpoint is not None:
             with checkpoint.as_directory() as folder:
@@ -52,11 +57,11 @@ def train_worker(config: dict[str, Any]) -> None:
         for step, batch in zip(range(first, config["steps"]), forever(loader), strict=False):
             loss = mse_loss(model(inputs(batch)), targets(batch))
             optimiser.zero_grad()
-            loss.backward()
+            (loss * rank_weight(batch)).backward()  # ranks may differ by a row
             optimiser.step()
             report(step, loss.item(), batch)
-            if step == config["fail_at"] and checkpoint is None:
-                raise RuntimeError("a worker dies, for the example's sake")
+            if config["after_step"] is not None:
+                config["after_step"](step)
             metrics = {"step": step, "rank": dist.get_rank(), "samples": batch["sample_key"]}
             generators: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(generators, torch.get_rng_state())
@@ -76,17 +81,19 @@ def train_worker(config: dict[str, Any]) -> None:
                 )
 
 
-def main(argv: Sequence[str] | None = None, fail_at: int = -1) -> None:
-    """Train with two workers; with ``fail_at`` both die at that step, and Ray starts them again."""
+def main(
+    argv: Sequence[str] | None = None, after_step: Callable[[int], None] | None = None
+) -> None:
+    """Train with up to two workers, each of which calls ``after_step`` with the number of a step."""
     options = arguments(argv)
     TorchTrainer(
         train_worker,
         train_loop_config={
             "dataset": str(Path(options.dataset).resolve()),
             "steps": options.steps,
-            "fail_at": fail_at,
+            "after_step": after_step,
         },
-        scaling_config=ScalingConfig(num_workers=2),
+        scaling_config=ScalingConfig(num_workers=(1, 2)),
         run_config=RunConfig(
             storage_path=str(options.checkpoint.resolve()),
             name="ray",

@@ -97,6 +97,7 @@ class HandClock:
             monotonic_ns=lambda: cls.current.now,
             thread_time_ns=lambda: cls.current.cpu_ns,
             process_time_ns=lambda: 0,
+            sleep=lambda _: None,  # it takes no time
         )
         with (
             mock.patch.object(recorder_module, "time", read),

@@ -46,6 +46,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Ticks:
         monotonic_ns=lambda: ticks.ns,
         thread_time_ns=lambda: ticks.ns // 2,
         process_time_ns=lambda: 0,
+        sleep=lambda _: None,  # it takes no time
     )
     monkeypatch.setattr(module, "time", read)
     return ticks

@@ -410,28 +410,43 @@ def test_mmengine_checkpoints_that_call_anything_else_are_refused(call):
         torch.load(file)
 
 
-@pytest.mark.timeout(900)
-def test_ray_train_continues_after_its_workers_died(tiny, tmp_path):
+def run_ray(dataset, folder, how):
+    """Run the example of Ray Train on two CPUs; its workers die once, at step 4."""
     # `ray.train` is there in every installation of ray, and raises without what ray[train] brings.
     pytest.importorskip("ray.train", reason="ray[train] is not installed", exc_type=ImportError)
-    code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); import ray_train; "
-        "ray_train.main([sys.argv[2], '--steps', '8', '--checkpoint', sys.argv[3]], fail_at=4)"
-    )
-    paths = environment()["PYTHONPATH"] + os.pathsep + str(EXAMPLES)
     settings = {
-        "PYTHONPATH": paths,
+        "PYTHONPATH": environment()["PYTHONPATH"] + os.pathsep + str(EXAMPLES),
         "RAY_DEDUP_LOGS": "0",
         "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "400",
     }
     done = subprocess.run(
-        [sys.executable, "-c", code, EXAMPLES, tiny, tmp_path],
+        [sys.executable, "-m", "support.ray_failures", EXAMPLES, dataset, folder, how],
         capture_output=True,
         text=True,
         timeout=580,
         env={**environment(), **settings},
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout + done.stderr
+
+
+@pytest.mark.timeout(900)
+def test_ray_train_goes_on_with_more_workers(tiny, tmp_path):
+    said = run_ray(tiny, tmp_path, "more")
+    ranks = [output_of(said, rank)[0] for rank in range(2)]
+    alone = [entry for entry in ranks[0] if len(entry[2]) == 4]
+    assert [step for step, *_ in alone] == [0, 1, 2, 3, 4]
+    for step, epoch, keys in alone:
+        first, second = (expected(tiny, world)[step] for world in DATA_PARALLEL)
+        assert (step, epoch, keys) == (*first[:2], first[2] + second[2])
+    for rank, world in enumerate(DATA_PARALLEL):
+        shared = [entry for entry in ranks[rank] if len(entry[2]) == 2]
+        assert shared == expected(tiny, world)[4:], "the step at which it died came again"
+
+
+@pytest.mark.timeout(900)
+def test_ray_train_continues_after_its_workers_died(tiny, tmp_path):
+    said = run_ray(tiny, tmp_path, "again")
     plain = subprocess.run(
         [
             sys.executable,
@@ -443,14 +458,17 @@ def test_ray_train_continues_after_its_workers_died(tiny, tmp_path):
             "--steps=8",
             f"--checkpoint={tmp_path / 'ddp'}",
         ],
-        env={**environment(), "PYTHONPATH": paths},
+        env={
+            **environment(),
+            "PYTHONPATH": environment()["PYTHONPATH"] + os.pathsep + str(EXAMPLES),
+        },
         capture_output=True,
         text=True,
         check=True,
         timeout=280,
     )
     for rank, world in enumerate(DATA_PARALLEL):
-        reported, losses = output_of(done.stdout + done.stderr, rank)
+        reported, losses = output_of(said, rank)
         steps, plain_losses = output_of(plain.stdout, rank)
         losses_of = {step: loss for (step, *_), loss in zip(steps, plain_losses, strict=True)}
         assert [losses_of[step] for step, *_ in reported] == losses, (

@@ -181,5 +181,5 @@ def test_pages_that_name_sgd_say_its_momentum(page):
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimiser = usual_optimiser([("weight", parameter)], ParallelSettings(optimiser="sgd"))
     text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
-    (momentum,) = re.findall(r"`\"?sgd\"?`,? (?:which )?has a momentum of ([\d.]+)", text)
+    (momentum,) = re.findall(r"`\"?sgd\"?` \(?(?:has a )?momentum (?:of )?([\d.]+)", text)
     assert float(momentum) == optimiser.defaults["momentum"]
