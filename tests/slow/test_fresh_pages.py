@@ -122,7 +122,7 @@ def test_the_first_commands_of_readme(laboratory, tmp_path) -> None:
 def test_the_first_commands_of_quickstart(laboratory, tmp_path) -> None:
     printed = laboratory.read(QUICKSTART, tmp_path, "Without data", "A report of a training run")
     page = QUICKSTART.read_text(encoding="utf-8")
-    (number,) = re.findall(r"The\s+dataset\s+has\s+(\d+)\s+samples\s+to\s+train\s+on", page)
+    (number,) = re.findall(r"(\d+)\s+samples\s+to\s+train\s+on", page)
     assert f"({number} samples, split train)" in printed
     assert (tmp_path / "bench-train" / "report.html").is_file()
 

@@ -1,33 +1,30 @@
 """``python -m support.ray_failures EXAMPLES DATASET CHECKPOINTS HOW``: Ray Train, whose workers die.
 
-HOW: "again" starts as many workers again; "more" begins with one, as the cluster has no room for
-two, and goes on with two.
+HOW: "again" starts as many workers again; "more" begins with one, on a cluster of one CPU, and goes
+on with two, after a node has joined.
 """
 
 from __future__ import annotations
 
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import ray
+from ray.cluster_utils import Cluster
 
 
 def main(examples: str, dataset: str, checkpoints: str, how: str) -> None:
     sys.path.insert(0, examples)
     import ray_train
 
-    ray.init(num_cpus=2)
-    if how == "more":
-
-        @ray.remote(num_cpus=1)
-        class Tenant:
-            """Holds a CPU."""
-
-            def ready(self) -> None:
-                """Return once it has it."""
-
-        tenant = Tenant.options(name="tenant", lifetime="detached").remote()
-        ray.get(tenant.ready.remote())
-
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    ray.init(address=cluster.address)
+    wish = Path(checkpoints, "wish-for-a-node")
+    if how == "again":
+        cluster.add_node(num_cpus=1)
+        cluster.wait_for_nodes()
     steps: list[int] = []
 
     def die(step: int) -> None:
@@ -35,10 +32,19 @@ def main(examples: str, dataset: str, checkpoints: str, how: str) -> None:
         if steps != [0, 1, 2, 3, 4]:  # a worker that was started again begins later
             return
         if how == "more":
-            ray.kill(ray.get_actor("tenant"))
+            wish.touch()
+            while ray.cluster_resources()["CPU"] < 2:
+                time.sleep(0.1)
         raise RuntimeError("a worker dies, for the test's sake")
 
-    ray_train.main([dataset, "--steps", "8", "--checkpoint", checkpoints], after_step=die)
+    arguments = [dataset, "--steps", "8", "--checkpoint", checkpoints]
+    training = ThreadPoolExecutor(1).submit(ray_train.main, arguments, after_step=die)
+    while not training.done():
+        time.sleep(0.1)
+        if wish.exists():
+            wish.unlink()
+            cluster.add_node(num_cpus=1)  # which only the main thread can
+    training.result()
 
 
 if __name__ == "__main__":
