@@ -15,6 +15,7 @@ import msgspec
 import pytest
 
 from fuelrail.bench.measure.rates import ratio_interval
+from fuelrail.bench.micro.browse import BrowseTimes, render
 from fuelrail.bench.micro.rate import CASES
 from fuelrail.bench.micro.writers import COMMAND, RESTART_COMMAND
 from fuelrail.bench.report.files import load_report_of
@@ -454,7 +455,19 @@ def watched() -> Iterator[str]:
     assert ours[0] >= 36 and ours[1] == num_clean
 
 
+def browsed() -> Iterator[str]:
+    report = msgspec.json.decode((RESULTS / "browse.json").read_bytes(), type=BrowseTimes)
+    assert report.machine.uncommitted_changes is False
+    yield render(report)
+    yield f"Medians of {len(report.cases[0].open_s)} rounds"
+    yield f"waits {report.latency_s * 1e3:.0f} ms"
+    of_s3 = [case for case in report.cases if case.place == "s3"]
+    (number,) = {count for case in of_s3 for count in case.requests_until_first_sample}
+    yield f"until the first sample it had {number} requests"
+
+
 CLAIMS = {
+    "docs/browse.md": browsed,
     "docs/loader.md": shared_batches,
     "docs/sources.md": video_of_logs,
     "README.md": readme,
