@@ -35,6 +35,7 @@ def main(examples: str, dataset: str, checkpoints: str, how: str) -> None:
             wish.touch()
             while ray.cluster_resources()["CPU"] < 2:
                 time.sleep(0.1)
+            time.sleep(25)  # until Ray Train looks at the cluster again
         raise RuntimeError("a worker dies, for the test's sake")
 
     arguments = [dataset, "--steps", "8", "--checkpoint", checkpoints]
