@@ -31,6 +31,7 @@ GLOBAL_BATCH = 4
 def train_worker(config: dict[str, Any]) -> None:
     """One worker."""
     model = prepare_model(build_model())
+    network = getattr(model, "module", model)  # Ray wraps it where there are several workers
     optimiser = torch.optim.AdamW(model.parameters(), 1e-3)
     first = 0
     device = train.torch.get_device()
@@ -49,7 +50,7 @@ def train_worker(config: dict[str, Any]) -> None:
         if checkpoint is not None:
             with checkpoint.as_directory() as folder:
                 saved = torch.load(Path(folder, "state.pt"), weights_only=True)
-            model.load_state_dict(saved["model"])
+            network.load_state_dict(saved["model"])
             optimiser.load_state_dict(saved["optimiser"])
             torch.set_rng_state(saved["generators"][dist.get_rank() % len(saved["generators"])])
             loader.load_state_dict(saved["loader"])
@@ -68,7 +69,7 @@ def train_worker(config: dict[str, Any]) -> None:
             with tempfile.TemporaryDirectory() as folder:
                 # The rest of the state is the same on every rank: rank 0's is enough.
                 state = {
-                    "model": model.state_dict(),
+                    "model": network.state_dict(),
                     "optimiser": optimiser.state_dict(),
                     "generators": generators,
                 }
