@@ -286,7 +286,10 @@ def _compare_rows(counted: Sequence[Epoch], total: Epoch, rules: Rules) -> Itera
     padding = int(surplus.times[is_more].sum())
     if surplus.is_whole:
         size = total.rows - repeated + missing
-        fits = padding in (-size % ranks, -size % batch)
+        # A rank on its own has, after a resume, what all ranks saw before it.
+        is_alone = ranks == 1 and total.rows > total.own_rows
+        resumed_batch = max(total.world * total.largest_batch, 1) if is_alone else batch
+        fits = padding in (-size % ranks, -size % batch, -size % resumed_batch)
     else:  # as many rows of a sample as a batch may have
         fits = padding <= 4 + 4 * batch * SAMPLE_ROWS / max(total.rows, 1)
     if may_pad and is_even and total.is_complete and padding and fits and not foreign:
