@@ -200,7 +200,8 @@ class Recorder:
         if self._device is None:
             self._device = device
             self._marks.clear()
-            self._gpu = self._files.enter_context(NvmlWatch(1, first=device.index))
+            if self.folder is not None:  # else the loop watches its GPUs itself
+                self._gpu = self._files.enter_context(NvmlWatch(1, first=device.index))
 
     @_guarded
     def ask(self, batches: Any = None) -> None:

@@ -248,7 +248,7 @@ def measure_round(
             page.wait("window.listMs > 0 && window.lineMs > 0")
             status = Path(f"/proc/{server.pid}/status").read_text(encoding="ascii")
             memory = dict(re.findall(r"^(\w+):\s+(\d+) kB$", status, re.MULTILINE))
-            found = {
+            figures = {
                 "open_s": round(open_s, 3),
                 "first_sample_s": round(page.run("window.sampleMs") / 1e3, 3),
                 "list_s": round(page.run("window.listMs") / 1e3, 3),
@@ -257,9 +257,9 @@ def measure_round(
                 "most_bytes": int(memory["VmHWM"]) << 10,
             }
             if place.startswith("s3:"):
-                found["requests_until_first_sample"] = num_first
-                found |= count_requests(page, requests)
-            return found
+                figures["requests_until_first_sample"] = num_first
+                figures |= count_requests(page, requests)
+            return figures
     finally:
         server.terminate()
         server.communicate()

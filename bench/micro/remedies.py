@@ -180,8 +180,8 @@ def train(case: str, folder: Path, *, is_applied: bool, is_tried: bool) -> tuple
         records = Path(out) / RECORDS
         watched.finish()
         steps = read_rank(rank_path(records, 0)).steps[_WARM_UP:]
-        found = remedies_path(records, 0)
-        remedies = json.loads(found.read_text()) if found.exists() else []
+        file = remedies_path(records, 0)
+        remedies = json.loads(file.read_text()) if file.exists() else []
     return float(np.mean([step.wall_ns for step in steps])) / 1e6, remedies
 
 
@@ -195,15 +195,15 @@ def compare(case: str, folder: Path) -> dict[str, Any]:
         step_ms, _ = train(case, folder, is_applied=number % 2 == 1, is_tried=False)
         turns.append(step_ms)
     made = 1 - sum(turns[1::2]) / sum(turns[::2])
-    found = next(entry for entry in tried if entry["name"] == remedy)
+    prediction = next(entry for entry in tried if entry["name"] == remedy)
     return {
         "case": case,
         "remedy": remedy,
         "steps_ms": turns,
-        "predicted": found["gain"],
-        "interval": [found["low"], found["high"]],
+        "predicted": prediction["gain"],
+        "interval": [prediction["low"], prediction["high"]],
         "made": made,
-        "is_within_a_tenth": abs(found["gain"] - made) <= 0.1,
+        "is_within_a_tenth": abs(prediction["gain"] - made) <= 0.1,
     }
 
 

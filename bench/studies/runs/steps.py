@@ -54,11 +54,11 @@ class RunSteps:
         entries = loader.where.order.epoch(place.epoch).entries(positions)
         datasets = list(loader.datasets.values())
         keys = []
-        for at in np.flatnonzero(entries.valid).tolist():
-            data = datasets[int(entries.parts[at])]
+        for entry in np.flatnonzero(entries.valid).tolist():
+            data = datasets[int(entries.parts[entry])]
             first = data.split(part.identity.split).first_sample
-            key = data.index.row(first + int(entries.samples[at])).key
-            stand_in = self._replaced.get((place.epoch, int(positions[at])))
+            key = data.index.row(first + int(entries.samples[entry])).key
+            stand_in = self._replaced.get((place.epoch, int(positions[entry])))
             if stand_in is not None and "pack" not in entries.flags:
                 key = stand_in.replaced_by
             keys.append(key)

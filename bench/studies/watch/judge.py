@@ -1,7 +1,7 @@
 """What holds the accelerators up, from the records of all ranks. Pure.
 
 Ranks leave a collective together, so its duration says how long before that moment each one came:
-no clocks are compared. The last one to come waited threshold. What the others waited longer is charged
+no clocks are compared. The last one to come waited least. What the others waited longer is charged
 to it, and to the phase in which it took most longer than they.
 """
 
