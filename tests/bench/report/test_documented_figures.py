@@ -455,6 +455,22 @@ def watched() -> Iterator[str]:
     assert ours[0] >= 36 and ours[1] == num_clean
 
 
+def share(fraction: float) -> str:
+    return f"{round(100 * fraction)} %"
+
+
+def remedied() -> Iterator[str]:
+    report = result("remedies")
+    assert report["machine"]["uncommitted_changes"] is False
+    for case in report["cases"]:
+        interval = f"{share(case['interval'][0])} to {share(case['interval'][1])}"
+        predicted = f"{share(case['predicted'])} ({interval})"
+        yield f"| {case['case']} | {case['remedy']} | {predicted} | {share(case['made'])} |"
+    within, num_cases = report["num_within_a_tenth"], len(report["cases"])
+    yield f"In {within} of {num_cases} cases the two differ by less than 10 % of the step"
+    assert within >= 8
+
+
 def browsed() -> Iterator[str]:
     report = msgspec.json.decode((RESULTS / "browse.json").read_bytes(), type=BrowseTimes)
     assert report.machine.uncommitted_changes is False
@@ -472,7 +488,14 @@ CLAIMS = {
     "docs/sources.md": video_of_logs,
     "README.md": readme,
     "bench/RESULTS.md": lambda: chain(
-        compared(), decoded(), scaled(), sharded(), stored_logits(), resumed(), watched()
+        compared(),
+        decoded(),
+        scaled(),
+        sharded(),
+        stored_logits(),
+        resumed(),
+        watched(),
+        remedied(),
     ),
     "docs/sharding.md": sharding_page,
     "docs/guides/your-dataset.md": your_dataset,
