@@ -64,21 +64,24 @@ class LocalEngine:
         if not num_workers:
             return
         if num_workers == 1 and self._kind != "processes":
-            writer = ShardWriter(job)
-            for number in numbers:
-                yield writer.make(number, advance)
+            with ThreadPoolExecutor(self._num_workers, "images") as images:
+                writer = ShardWriter(job, images if self._num_workers > 1 else None)
+                for number in numbers:
+                    yield writer.make(number, advance)
             return
         # Spawned, not forked: threads of Arrow and of the progress bar run here, and the lock must
         # stay with this process.
         context = multiprocessing.get_context("spawn")
         kit: Any = multiprocessing.dummy if self._kind == "threads" else context
         reported = 0
+        # Threads for images keep all CPUs busy while the last shards are written.
+        images = ThreadPoolExecutor(self._num_workers, "images")
         workers: ThreadPoolExecutor | ProcessPoolExecutor
         try:
             written = kit.Value("q", 0, lock=False)
             shared = (job, written, kit.Lock(), stop := kit.Event())
             if self._kind == "threads":
-                workers = ThreadPoolExecutor(num_workers, "shard", _start_worker, shared)
+                workers = ThreadPoolExecutor(num_workers, "shard", _start_worker, (*shared, images))
             else:
                 workers = ProcessPoolExecutor(num_workers, context, _set_up_process, shared)
         except OSError as error:
@@ -86,7 +89,7 @@ class LocalEngine:
                 f"worker processes cannot be prepared: {error.strerror or error}; they need "
                 "some shared memory of this machine (/dev/shm): free some, or use --engine threads"
             ) from error
-        with workers as pool:
+        with images, workers as pool:
             pending: set[Future[ShardDone]] = set()
             waiting = iter(numbers)
             try:
@@ -118,8 +121,12 @@ class LocalEngine:
                 pool.shutdown(cancel_futures=True)
 
 
-def _start_worker(job: WriteJob, written: Any, lock: Any, stop: Any) -> None:
-    """Set up a worker: its writer, its progress counter, and its stop signal."""
+def _start_worker(
+    job: WriteJob, written: Any, lock: Any, stop: Any, images: ThreadPoolExecutor | None = None
+) -> None:
+    """Set up a worker: its writer, its progress counter, its stop signal, and threads for
+    images.
+    """
 
     def pulse(num_bytes: int) -> None:
         with lock:
@@ -128,7 +135,7 @@ def _start_worker(job: WriteJob, written: Any, lock: Any, stop: Any) -> None:
             raise RunStoppedError("stopped")
 
     # The writer is made by the first task: an error is that task's then.
-    _worker_state.writer = lru_cache(1)(lambda: ShardWriter(job))
+    _worker_state.writer = lru_cache(1)(lambda: ShardWriter(job, images))
     _worker_state.pulse = pulse
 
 

@@ -16,7 +16,9 @@ The packer runs the last step (:mod:`fuelrail.sharding.write.packer`), with the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from fuelrail.pipeline.errors import ImageError, MemberError, SourceError
@@ -37,6 +39,8 @@ from fuelrail.sharding.write.packer import RawMember
 from fuelrail.sharding.write.staging import STORED, StagedSource
 
 if TYPE_CHECKING:
+    from concurrent.futures import Executor
+
     from fuelrail.pipeline.channels.sensors import LidarEntry
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.sample.arrays import Buffer
@@ -59,11 +63,22 @@ SourceError.
 class Chain(NamedTuple):
     """The steps of one field: ``field`` is its name in the shard, ``camera`` the channel whose
     image it is.
+
+    ``rewriting`` are the steps that compute for milliseconds without Python's lock.
     """
 
     field: str
     camera: str | None
     steps: tuple[Step, ...]
+    rewriting: tuple[Step, ...] = ()
+
+
+def _run_steps(
+    steps: tuple[Step, ...], member: Reference, data: Buffer, source_sizes: Sizes
+) -> Buffer:
+    for step in steps:
+        data = step(member, data, source_sizes)
+    return data
 
 
 class Members:
@@ -77,11 +92,13 @@ class Members:
         extra: tuple[Channel, ...],
         buffer: ReadBuffer,
         spec: SourceSpec,
+        threads: Executor | None = None,
     ) -> None:
         """Make them as fields come; ``buffer`` is where files are read, ``spec`` names the source
         in errors.
 
-        ``extra`` are the channels other than cameras, lidars and boxes.
+        ``extra`` are the channels other than cameras, lidars and boxes. ``threads`` rewrite the
+        images of a sample side by side; None: one after the other, in the caller's thread.
         """
         self._source = source
         self._placed = source if isinstance(source, PlacedSource) else None
@@ -89,6 +106,7 @@ class Members:
         self._lidars = lidars
         self._buffer = buffer
         self._spec = spec
+        self._threads = threads
         self._extra = extra
         self._extra_fields = {channel.field: channel for channel in extra}
         self._chains: dict[str, Chain] = {}
@@ -112,19 +130,21 @@ class Members:
             for reference in references
             if reference.width
         }
+        members = []
         for member in references:
             chain = self._chains.get(member.name) or self._build_chain(member.name)
-            data: Buffer = b""
-            try:
-                for step in chain.steps:
-                    data = step(member, data, source_sizes)
-            except MemberError as error:
-                hint = ""
-                if isinstance(error, ImageError):
-                    (kind,) = sources(self._spec.kind)
-                    if any(option.name == "damaged_image" for option in kind.options):
-                        hint = _LEFT_OUT
-                raise SourceError(f"{self._describe_place(key, member)}: {error}{hint}") from error
+            with self._naming(key, member):
+                data = _run_steps(chain.steps, member, b"", source_sizes)
+            if chain.rewriting and self._threads is not None:
+                result = self._threads.submit(
+                    _run_steps, chain.rewriting, member, data, source_sizes
+                ).result
+            else:
+                result = functools.partial(_run_steps, chain.rewriting, member, data, source_sizes)
+            members.append((member, chain, result))
+        for member, chain, result in members:
+            with self._naming(key, member):
+                data = result()
             if chain.field in raw:
                 raise SourceError(
                     f"{self._describe_place(key, member)}: duplicate field '{chain.field}' in the "
@@ -142,11 +162,25 @@ class Members:
                 codecs[name] = codec_of(name, self._recipe, self._lidars, self._extra)
         return [RawMember(name, codecs[name], data) for name, data in raw.items()]
 
+    @contextmanager
+    def _naming(self, key: str, member: Reference) -> Iterator[None]:
+        """Raise a MemberError inside as a SourceError that names the member."""
+        try:
+            yield
+        except MemberError as error:
+            hint = ""
+            if isinstance(error, ImageError):
+                (kind,) = sources(self._spec.kind)
+                if any(option.name == "damaged_image" for option in kind.options):
+                    hint = _LEFT_OUT
+            raise SourceError(f"{self._describe_place(key, member)}: {error}{hint}") from error
+
     def _build_chain(self, name: str) -> Chain:
         """Choose the steps of a field of the source."""
         recipe = self._recipe
         images = self._recipe.images
         steps: list[Step] = [self._read_member]
+        rewriting: list[Step] = []
         if (extra := self._extra_fields.get(name)) is not None:
             if images is not None and extra.law.name in (
                 "image",
@@ -170,7 +204,7 @@ class Members:
         if is_image:
             steps.append(self._check_image)
             if images is not None:
-                steps.append(
+                rewriting.append(
                     lambda member, data, _: (
                         data
                         if member.ref.startswith(STORED)
@@ -178,8 +212,13 @@ class Members:
                     )
                 )
         if field.endswith(".jpg") and recipe.jpeg == "restart":
-            steps.append(lambda _, data, __: with_restart_rows(data))
-        chain = self._chains[name] = Chain(field, channel if is_image else None, tuple(steps))
+            rewriting.append(lambda _, data, __: with_restart_rows(data))
+        chain = self._chains[name] = Chain(
+            field=field,
+            camera=channel if is_image else None,
+            steps=tuple(steps),
+            rewriting=tuple(rewriting),
+        )
         return chain
 
     def _read_member(self, member: Reference, _: Buffer, __: Sizes) -> Buffer:

@@ -57,6 +57,8 @@ from fuelrail.sharding.write.records import (
 from fuelrail.sharding.write.staging import StagedSource
 
 if TYPE_CHECKING:
+    from concurrent.futures import Executor
+
     from fuelrail.pipeline.channels.sensors import LidarEntry
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.format.codecs import Dictionary
@@ -114,7 +116,8 @@ class WriteJob:
 class ShardWriter:
     """Writes shards of one run; each process has its own."""
 
-    def __init__(self, job: WriteJob) -> None:
+    def __init__(self, job: WriteJob, threads: Executor | None = None) -> None:
+        """``threads`` rewrite the images of a sample side by side."""
         self._job = job
         self._out = open_output(job.out)
         self._table = ScanTable(job.scan_table)
@@ -130,6 +133,7 @@ class ShardWriter:
             extra=job.channels,
             buffer=self._buffer,
             spec=job.source,
+            threads=threads,
         )
 
     def make(self, number: int, pulse: Pulse) -> ShardDone:

@@ -279,7 +279,8 @@ def test_a_dataset_of_another_writer_is_not_continued(
         shard_nuscenes(source.root, datasets[1], jpeg="restart")
 
 
-def test_a_damaged_picture_is_named(source, tmp_path) -> None:
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_a_damaged_picture_is_named(source, tmp_path, num_workers) -> None:
     root = shutil.copytree(source.root, tmp_path / "source")
     victim = min(root.rglob("*.jpg"))
     data = bytearray(victim.read_bytes())
@@ -287,4 +288,4 @@ def test_a_damaged_picture_is_named(source, tmp_path) -> None:
     data[position] = 0xFF  # a Huffman table with more codes than fit
     victim.write_bytes(data)
     with pytest.raises(SourceError, match=f"{victim.name}.*JPEG is damaged: its header"):
-        shard_nuscenes(root, tmp_path / "out", jpeg="restart")
+        shard_nuscenes(root, tmp_path / "out", num_workers=num_workers, jpeg="restart")
