@@ -191,6 +191,19 @@ class Hooks:
         """Count calls of a function as a phase."""
         self._replace(owner, name, self._around(phase))
 
+    def call_before(self, owner: Any, name: str, call: Callable[[], Any]) -> None:
+        """Make a call before each call of a function."""
+
+        def wrap(original: Any) -> Any:
+            @functools.wraps(original)
+            def both(*args: Any, **kwargs: Any) -> Any:
+                call()
+                return original(*args, **kwargs)
+
+            return both
+
+        self._replace(owner, name, wrap)
+
     def watch_loader(self, owner: Any, name: str) -> None:
         """Note when a loader makes an iterator, or an iterator a batch.
 

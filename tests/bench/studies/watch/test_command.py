@@ -81,6 +81,22 @@ def test_a_script_is_watched_without_a_line_in_it(script: Path, tmp_path: Path) 
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["run.finish()", ""])
+def test_a_run_of_wandb_gets_the_steps_before_it_ends(
+    script: Path, tmp_path: Path, end: str
+) -> None:
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    begin = f"import torch, wandb\nrun = wandb.init(mode='offline', dir={str(tmp_path)!r})\n"
+    script.write_text(f"{begin}{SCRIPT}\nrun.log({{'loss': 1}})\n{end}\n")
+    code, _, errors = run("--out", tmp_path / "out", "--", sys.executable, script, 2)
+    assert code == 0, errors
+    (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    stored = file.read_bytes()
+    assert stored.count(b"watch/forward_ms") >= 60
+    assert b"watch/occupancy" in stored
+
+
 def test_after_ctrl_c_there_is_a_verdict(script: Path, tmp_path: Path) -> None:
     process = command(
         "--out", tmp_path / "out", "--", sys.executable, script, 100_000, start_new_session=True
