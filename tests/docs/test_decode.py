@@ -40,8 +40,3 @@ def test_batches_hold_every_photo(heading: str, module: str, is_planes: bool) ->
     assert [len(batch) for batch in batches] == [4, 2]
     pixels = np.concatenate([np.asarray(batch) for batch in batches])
     assert np.array_equal(pixels.transpose(0, 2, 3, 1) if is_planes else pixels, EXPECTED)
-
-
-def test_images_of_lerobot() -> None:
-    frames = follow(PAGE, "Images of LeRobot")["frames"]
-    assert [frame.shape for frame in frames] == [(96, 96, 3)] * len(FILES)
