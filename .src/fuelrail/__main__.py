@@ -41,7 +41,7 @@ _COMMANDS: dict[str, _Entry] = {
     ),
     "sources": _Entry(
         "fuelrail.sharding.commands",
-        "list the kinds of sources, their options, and what to install",
+        "list the kinds of sources, and what to install; of one, what it reads and its options",
         python="fuelrail.sources",
     ),
     "reshard": _Entry(
