@@ -89,6 +89,7 @@ pictures: setup
 	chromium --headless --no-sandbox --disable-gpu --hide-scrollbars --window-size=1000,520 \
 		--screenshot=docs/assets/demo.png "file://$(abspath $(DEMO))/demo.html"
 	$(BIN)/python -m fuelrail.bench.studies.compare.plots bench/results/compare.json docs/assets/compare.svg
+	$(BIN)/python -m fuelrail.bench.studies.resume.drawing bench/results/resume.json docs/assets/stacks.svg
 
 test: setup
 	$(PYTEST) -m "not long"

@@ -1,7 +1,7 @@
 """Limits of what a reader holds: of sizes when they are decoded, not of sizes as they are stored.
 
 A few stored bytes may decode to many: a dictionary, a bitmap, an alias. So each reader computes
-what it is about to hold, and compares that with the one limit of its kind. docs/guarantees.md shows
+what it is about to hold, and compares that with the one limit of its kind. The site shows
 :data:`LIMITS` as a table.
 """
 
@@ -16,7 +16,7 @@ class Limit(NamedTuple):
     """A limit and what it is of.
 
     Attributes:
-        subject: what is limited, as the table of docs/guarantees.md has it.
+        subject: what is limited, as the table of the site has it.
         maximum: the largest number that is allowed.
         unit: what is counted.
     """

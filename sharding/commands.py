@@ -197,13 +197,18 @@ def run_shard(args: argparse.Namespace) -> int:
     options=[_PRINT],
 )
 def run_sources(args: argparse.Namespace) -> int:
-    """List the kinds of sources, their options, and what to install."""
+    """List the kinds of sources, and what to install; of one kind, what it reads and its options."""
     from fuelrail.sharding.sources.registry import sources
 
-    as_json = from_flags(args, PrintOptions).json
-    sys.stdout.write(
-        "\n".join(kind.as_json() if as_json else kind.as_text() for kind in sources(args.kind))
-    )
+    kinds = sources(args.kind)
+    if from_flags(args, PrintOptions).json:
+        sys.stdout.write("\n".join(kind.as_json() for kind in kinds))
+    elif args.kind is not None:
+        sys.stdout.write(kinds[0].as_text())
+    else:
+        lines = [kind.as_line() for kind in kinds]
+        lines.append("`fuelrail sources KIND` prints what a kind reads, and its options.")
+        sys.stdout.write("\n".join(lines) + "\n")
     return 0
 
 

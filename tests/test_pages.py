@@ -78,7 +78,7 @@ def test_the_site_has_every_page() -> None:
     pages = {page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")}
     generated = {
         "index.md",
-        *(f"reference/{name}.md" for name in ("commands", "names", "python")),
+        *(f"reference/{name}.md" for name in ("commands", "names", "python", "sources")),
     }
     assert pages <= set(nav)
     assert all((ROOT / page).is_file() for page in set(nav) - pages - generated)
@@ -160,13 +160,34 @@ def test_the_table_of_a_batch_on_the_loaders_page_is_made_of_its_type() -> None:
     assert table in page, f"replace the table of docs/loader.md by\n{table}"
 
 
-def test_every_command_is_on_the_commands_page() -> None:
+def test_the_site_makes_each_table_that_a_page_leaves_to_it() -> None:
+    hook = (ROOT / "docs" / "assets" / "site.py").read_text(encoding="utf-8")
+    tables = hook[hook.index("def made_tables") : hook.index("def resume_tables")]
+    left_out = [
+        name
+        for page in [*PAGES, ROOT / "bench" / "RESULTS.md"]
+        for name in re.findall(r"^<!-- made: (\w+) -->$", page.read_text("utf-8"), re.MULTILINE)
+    ]
+    assert sorted(left_out) == re.findall(r'^ {8}"(\w+)": ', tables, re.MULTILINE)
+
+
+def test_every_function_is_named_by_the_help_of_its_command_or_on_the_page() -> None:
     page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
-    assert not [word for word in command_line._COMMANDS if f"`{word}" not in page]
-    for face, package in (("fr", fr), ("bench", bench)):
-        functions = [
-            name
-            for name in dir(package)
-            if isinstance(getattr(package, name), FunctionType) and not name.startswith("__")
-        ]
-        assert not [name for name in {*functions} - {"open"} if f"`{face}.{name}`" not in page]
+    named = " ".join(entry.python for entry in command_line._COMMANDS.values())
+    said = {*re.findall(r"\b(\w+)\b", named), *re.findall(r"`(?:fr|bench)\.(\w+)`", page)}
+    functions = {
+        name
+        for package in (fr, bench)
+        for name in dir(package)
+        if isinstance(getattr(package, name), FunctionType) and not name.startswith("__")
+    }
+    assert functions - said == {"open"}
+
+
+@pytest.mark.parametrize("word", command_line._COMMANDS)
+def test_what_a_help_calls_a_function_is_one(word) -> None:
+    """Those of one package stand together: ``fuelrail.bench.replay, seen``."""
+    names = re.sub(r" \([^)]*\)", "", command_line._COMMANDS[word].python).split(", ")
+    for name in filter(None, names):
+        package = bench if names[0].startswith("fuelrail.bench.") else fr
+        assert callable(getattr(package, name.rpartition(".")[2])), name

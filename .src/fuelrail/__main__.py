@@ -23,6 +23,8 @@ class _Entry(NamedTuple):
     module: str
     help: str
     extra: str | None = None
+    python: str = ""
+    """The functions that do the same, as programs write them."""
 
 
 # A folder's commands are imported only when used: `fuelrail shard` must not wait for torch.
@@ -30,64 +32,91 @@ _COMMANDS: dict[str, _Entry] = {
     "synth": _Entry(
         "fuelrail.sharding.commands",
         "render a synthetic multi-camera world as nuScenes v1.0 tables",
+        python="fuelrail.synth",
     ),
     "shard": _Entry(
-        "fuelrail.sharding.commands", "convert a source (such as nuScenes) into a Fuelrail dataset"
+        "fuelrail.sharding.commands",
+        "convert a source (such as nuScenes) into a Fuelrail dataset",
+        python="fuelrail.shard, fuelrail.check_source (--check)",
     ),
     "sources": _Entry(
         "fuelrail.sharding.commands",
-        "list the kinds of sources, their options, and what to install",
+        "list the kinds of sources, and what to install; of one, what it reads and its options",
+        python="fuelrail.sources",
     ),
     "reshard": _Entry(
         "fuelrail.sharding.commands",
         "merge, split, reshuffle or recompress datasets, or append to one",
+        python="fuelrail.reshard",
     ),
     "verify": _Entry(
-        "fuelrail.sharding.commands", "check every byte of a dataset against its checksums"
+        "fuelrail.sharding.commands",
+        "check every byte of a dataset against its checksums",
+        python="fuelrail.verify",
     ),
     "forget": _Entry(
         "fuelrail.sharding.commands",
         "delete samples or clips from a dataset, its layers and caches",
+        python="fuelrail.forget",
     ),
     "inspect": _Entry(
         "fuelrail.bench.commands",
         "show the contents of a dataset or of one sample",
         "fuelrail[torch]",
+        python="fuelrail.inspect",
     ),
-    "layer": _Entry("fuelrail.sharding.commands", "bind a layer to another version of its base"),
+    "layer": _Entry(
+        "fuelrail.sharding.commands",
+        "bind a layer to another version of its base",
+        python="fuelrail.rebase_layer",
+    ),
     "annotate": _Entry(
         "fuelrail.bench.annotation.command",
         "run a model over a dataset and store a layer",
         "fuelrail[torch]",
+        python="fuelrail.bench.annotate",
     ),
-    "log": _Entry("fuelrail.sharding.commands", "show what a dataset was made of, and its tags"),
+    "log": _Entry(
+        "fuelrail.sharding.commands",
+        "show what a dataset was made of, and its tags",
+        python="fuelrail.dataset_log",
+    ),
     "diff": _Entry(
         "fuelrail.sharding.commands",
         "show how two datasets differ: samples, clips, channels, options",
+        python="fuelrail.dataset_diff",
     ),
-    "tag": _Entry("fuelrail.sharding.commands", "add, remove or list tags of a dataset"),
+    "tag": _Entry(
+        "fuelrail.sharding.commands", "add, remove or list tags of a dataset", python="fuelrail.tag"
+    ),
     "view": _Entry(
         "fuelrail.loaders.commands",
         "draw a sample's cameras and boxes as a contact sheet",
         "fuelrail[torch]",
+        python="fuelrail.view",
     ),
     "browse": _Entry(
         "fuelrail.bench.studies.browse.command",
         "look into a dataset in a browser",
         "fuelrail[opencv]",
+        python="fuelrail.bench.browse",
     ),
     "doctor": _Entry(
-        "fuelrail.loaders.commands", "check which decoders are installed and suggest faster ones"
+        "fuelrail.loaders.commands",
+        "check which decoders are installed and suggest faster ones",
+        python="fuelrail.doctor",
     ),
     "order": _Entry(
         "fuelrail.bench.studies.order.describe",
         "show which samples an order selects, and how well it shuffles",
         "fuelrail[bench]",
+        python="fuelrail.bench.describe_order",
     ),
     "runs": _Entry(
         "fuelrail.bench.studies.runs.command",
         "read the ledger of a run: what its weights have seen",
         "fuelrail[torch]",
+        python="fuelrail.bench.run_history, replay, seen, run_diff, attest",
     ),
     "witness": _Entry(
         "fuelrail.loaders.witness.command",
@@ -96,23 +125,30 @@ _COMMANDS: dict[str, _Entry] = {
     "watch": _Entry(
         "fuelrail.bench.studies.watch.command",
         "run a training command and say what holds its accelerators up, on which rank",
+        python="fuelrail.watch",
     ),
     "plan": _Entry(
         "fuelrail.bench.studies.commands",
         "say what fits, how fast it trains, what it costs, and whether the data keeps up",
         "fuelrail[bench]",
+        python="fuelrail.bench.plan",
     ),
     "presets": _Entry(
         "fuelrail.pipeline.cli",
         "list the settings that can be given by name, such as bevdet-704x256",
+        python="fuelrail.presets",
     ),
     "top": _Entry(
         "fuelrail.pipeline.cli",
         "watch running loaders: stages, queues, and how well they feed the trainer",
         "fuelrail[bench]",
+        python="fuelrail.bench.top, serve_metrics (for Prometheus)",
     ),
     "bench": _Entry(
-        "fuelrail.bench.commands", "measure loaders and training runs", "fuelrail[bench]"
+        "fuelrail.bench.commands",
+        "measure loaders and training runs",
+        "fuelrail[bench]",
+        python="fuelrail.bench.bench_train, bench_loader, scale, diagnose, diff",
     ),
 }
 
@@ -307,6 +343,8 @@ def _run(argv: Sequence[str] | None) -> int:
             command = _load(word)
             parser = _Parser(prog=f"fuelrail {word}", description=command.help)
             command.configure(parser)
+            if _COMMANDS[word].python:
+                parser.epilog = f"In Python: {_COMMANDS[word].python}."
             return command.run(parser.parse_any_order(arguments[1:]))
     except FuelrailError as error:
         print(f"fuelrail: error: {error}", file=sys.stderr)  # noqa: T201

@@ -15,6 +15,10 @@ import io
 import os
 import posixpath
 import re
+import sys
+import tomllib
+from collections import Counter
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -24,14 +28,22 @@ from mkdocs.structure.files import File
 
 from fuelrail import __main__ as command_line
 from fuelrail import errors
+from fuelrail.bench.report.files import load_report_of
+from fuelrail.bench.studies.resume import session as resume
+from fuelrail.bench.studies.resume.session import ResumeReport
+from fuelrail.bench.studies.watch.judge import list_advice
 from fuelrail.pipeline.face import read_public_names
+from fuelrail.pipeline.limits import LIMITS
+from fuelrail.sharding.sources import registry
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from mkdocs.config.defaults import MkDocsConfig
     from mkdocs.structure.files import Files
     from mkdocs.structure.pages import Page
+
+    from fuelrail.sharding.sources.registry import SourceOption
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 PAGES: Final = {
@@ -52,6 +64,8 @@ FENCE: Final = re.compile(r"^ *(```|~~~)")
 LINK: Final = re.compile(r"\]\(([^)\s#]+)(#[^)\s]*)?\)")
 PARAGRAPH: Final = re.compile(r"(?!\d+\. |[-*+] )[\w*`\[]")
 SENTENCE: Final = re.compile(r".+?[.!?](?=\s+[A-Z`\"(]|$)|.+")
+MADE: Final = re.compile(r"^<!-- made: (\w+) -->$", re.MULTILINE)
+"""In the place of such a line a page of the site has a table that is made here."""
 NAMED_PAGE: Final = re.compile(r"(?<!\[)`((?:[\w.-]+/)*[\w.-]+\.md)`(?!\])")
 
 
@@ -65,6 +79,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     files.append(File.generated(config, "reference/commands.md", content=commands_page()))
     files.append(File.generated(config, "reference/names.md", content=names_page(groups)))
     files.append(File.generated(config, "reference/python.md", content=python_page(groups)))
+    files.append(File.generated(config, "reference/sources.md", content=sources_page()))
     known = {repository_path(file.src_uri) for file in files}
     for uri in [file.src_uri for file in files.documentation_pages()]:
         place = repository_path(uri)
@@ -84,6 +99,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     place = repository_path(page.file.src_uri)
     pages = {repository_path(file.src_uri): file.src_uri for file in files}
     lines, fenced = [], False
+    markdown = MADE.sub(lambda match: made_tables()[match[1]](), markdown)
     for line in markdown.splitlines():
         fenced ^= bool(FENCE.match(line))
         lines.append(line if fenced else linked(line, place, page.file.src_uri, pages))
@@ -139,6 +155,87 @@ def commands_page() -> str:
     return "\n".join(parts)
 
 
+def sources_page() -> str:
+    """Return what ``fuelrail sources KIND`` prints, of each kind, also of the plug-ins here.
+
+    Options that a third of the kinds have alike are in one table.
+    """
+    kinds = [kind for kind in registry.sources() if kind.kind != "fuelrail"]
+    known = {kind.kind for kind in kinds}
+    for name, (folder, place) in plug_ins().items():
+        if name not in known:
+            sys.path.insert(0, str(folder))
+            source = EntryPoint(name, place, registry.GROUP).load()
+            sys.path.remove(str(folder))
+            install = f"`pip install ./{folder.relative_to(ROOT)}` in a checkout"
+            kinds.append(registry.describe_kind(source, name, install))
+    counts = Counter(option for kind in kinds for option in kind.options)
+    shared = [option for option, count in counts.items() if count > len(kinds) / 3]
+    parts = [
+        "# Kinds of sources\n",
+        (
+            "What `fuelrail sources KIND` prints. [Your own data](../sources.md) has manifests, "
+            "and what kinds have in common.\n"
+        ),
+        "## Options of most kinds\n",
+        options_table(shared),
+    ]
+    for kind in sorted(kinds, key=lambda kind: kind.kind):
+        own = [option for option in kind.options if option not in shared]
+        facts = [f"{name}: {fact}" for name, fact in kind.facts.items()]
+        brought = [] if kind.package == "fuelrail" else [f"brought by {kind.package}"]
+        parts += [f"## {kind.kind}\n", f"{kind.summary}\n", f"{kind.notes}\n"]
+        parts += ["; ".join([*brought, *facts]) + ".\n"] if brought or facts else []
+        parts += [options_table(own)] if own else []
+    return "\n".join(parts)
+
+
+def plug_ins() -> dict[str, tuple[Path, str]]:
+    """Return the plug-ins of this repository: kind to folder, and to where the class is."""
+    found = {}
+    for project in sorted((ROOT / "configs" / "sources").glob("*/pyproject.toml")):
+        stated = tomllib.loads(project.read_text(encoding="utf-8"))["project"]
+        for name, place in stated.get("entry-points", {}).get(registry.GROUP, {}).items():
+            found[name] = (project.parent, place)
+    return found
+
+
+def options_table(options: Sequence[SourceOption]) -> str:
+    """Return a table of the options of a source."""
+    rows = [
+        f"| `{option.name}` | {option.type} | {option.default} | {option.description} |"
+        for option in options
+    ]
+    return "\n".join(["| option | type | default | meaning |", "|---|---|---|---|", *rows, ""])
+
+
+def made_tables() -> dict[str, Callable[[], str]]:
+    """Return what makes each table that pages of the site have and those of the repository not."""
+    return {
+        "causes": causes_table,
+        "limits": limits_table,
+        "resume": resume_tables,
+    }
+
+
+def resume_tables() -> str:
+    """Return the outcomes of all stacks, their versions, and what was not run."""
+    file = ROOT / "bench" / "results" / "resume.json"
+    return load_report_of(file, ResumeReport, resume.SCHEMA, resume.VERSION).as_text()
+
+
+def causes_table() -> str:
+    """Return what a watch advises, by cause."""
+    rows = [f"| `{cause}` | {advice} |" for cause, advice in list_advice().items()]
+    return "\n".join(["| cause | what to do |", "|---|---|", *rows])
+
+
+def limits_table() -> str:
+    """Return the limits of what a reader holds."""
+    rows = [f"| {limit.subject} | {limit.maximum:,} {limit.unit} |" for limit in LIMITS]
+    return "\n".join(["| what | at most |", "|---|---|", *rows])
+
+
 def help_text(*words: str) -> str:
     """Return what a command prints for ``--help``, in 80 columns."""
     text, columns = io.StringIO(), os.environ.get("COLUMNS")
@@ -167,6 +264,7 @@ def public_groups() -> dict[str, Names]:
         "loaders": "Loading",
         "pipeline": "Datasets, orders, augmentation",
         "sharding": "Making datasets",
+        "bench": "Laboratory",
     }
     groups: dict[str, Names] = {title: {} for title in titles.values()}
     for name, place in read_public_names(package / "__init__.pyi").items():
@@ -179,7 +277,7 @@ def public_groups() -> dict[str, Names]:
         for name, place in read_public_names(package / "order.py").items()
         if place not in known and f"fr.errors.{name}" not in error_places
     }
-    groups["Laboratory"] = {
+    groups["Laboratory"] |= {
         f"bench.{name}": place
         for name, place in read_public_names(package / "bench" / "__init__.pyi").items()
     }

@@ -1,9 +1,6 @@
 """Argoverse 2, sensor dataset (Wilson et al., NeurIPS 2021): logs of feather tables and JPEGs.
 
-Conventions, after the dataset's own API (github.com/argoverse/av2-api): file names are times [ns]
-of a vehicle's clock; ``city_SE3_egovehicle`` maps ego to the city; boxes and points are in ego at
-the time of their sweep, points already compensated for its motion. Images are rectified: ``k1`` to
-``k3`` describe the lens that was, and are not applied.
+Conventions are those of the dataset's own API (github.com/argoverse/av2-api).
 """
 
 from __future__ import annotations
@@ -170,7 +167,20 @@ class Argoverse2Settings(FrameSettings, frozen=True, kw_only=True):
 
 
 class Argoverse2(FrameSource[Argoverse2Settings]):
-    """Argoverse 2 sensor logs: seven ring cameras, lidar and boxes at 10 Hz."""
+    """Argoverse 2 sensor logs: seven ring cameras, lidar and boxes at 10 Hz.
+
+    PATH holds `train`, `val` and `test`, or logs. A log is a clip. A sample is a lidar sweep, or a
+    time with boxes but no sweep.
+
+    - An image's ego pose is `city_SE3_egovehicle` at the image's own time, interpolated between
+      rows at most 20 ms apart. Times count from a clock of the vehicle.
+    - Images are rectified: `k1`, `k2` and `k3` describe the lens that was, and are not applied.
+    - Points are in ego at the start of their sweep, compensated for ego's motion (`lidar2ego` is
+      the identity): x, y, z (stored as float16), intensity, ring (the laser), time [s] since the
+      sweep began. Boxes are in ego at that time too.
+    - Some sweeps, mostly at the ends of logs, lack images: use `missing_camera=drop` or `mask`
+      (with `stereo=true`, whose cameras run at 5 Hz, `mask`).
+    """
 
     kind = "argoverse2"
     settings = Argoverse2Settings

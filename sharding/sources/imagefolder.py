@@ -1,10 +1,4 @@
-"""Image classification in folders of classes, as torchvision's `ImageFolder` reads them: an image
-is a sample.
-
-``ROOT/CLASS/IMAGE``, or ``ROOT/SPLIT/CLASS/IMAGE``. Classes are numbered in the order of their
-names over all splits, as torchvision numbers those of one folder; an image's number is the
-attribute ``cls``.
-"""
+"""Image classification in folders of classes, as torchvision's `ImageFolder` reads them."""
 
 from __future__ import annotations
 
@@ -30,8 +24,16 @@ _CAMERA: Final = "image"
 
 
 class ImageFolder(FrameSource[FrameSettings]):
-    """Class folders of JPEG and PNG images: CLASS/IMAGE or SPLIT/CLASS/IMAGE, with the class as
-    the attribute cls.
+    """Class folders of JPEG and PNG images: CLASS/IMAGE or SPLIT/CLASS/IMAGE, with the class as the
+    attribute cls.
+
+    There are splits if all folders are called `train`, `val` (`valid`, `validation`) or `test` and
+    hold no images. An image is a clip of one sample with the camera `image`; its path is
+    `sample_token`. Bytes after its end are stored, never decoded.
+
+    - The attribute `cls`, in batches too, numbers the classes by name, over all splits, as
+      torchvision does. `fr.open(OUT).manifest.classes` has the names.
+    - `-o classes=FILE` maps folders to other classes, several to one, or to none (-1).
     """
 
     kind = "imagefolder"

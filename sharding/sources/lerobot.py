@@ -3,8 +3,8 @@ are channels.
 
 ``meta/info.json`` names the features and says where files are. v2 has a Parquet file and a video
 for each episode, v3 has many episodes in each; frame n of an episode is then frame
-``round((from_timestamp + timestamp) * fps)`` of its video, as LeRobot reads it. Images may be in
-the Parquet files too (the dtype "image"). There is no calibration and no ego pose.
+``round((from_timestamp + timestamp) * fps)`` of its video. Images may be in the Parquet files too
+(the dtype "image").
 """
 
 from __future__ import annotations
@@ -313,6 +313,18 @@ class _Metadata:
 class LeRobot(VideoSource[VideoSettings]):
     """LeRobot datasets v2.0 to v3.0: episodes as clips, videos as cameras, states and actions as
     channels.
+
+    PATH has `meta/info.json`, which also names splits. There are no poses and no calibration.
+
+    - An episode is a clip, whose times begin at 0; its videos are cameras: `observation.images.top`
+      is `top`. A row gets the frame that LeRobot reads for its `timestamp`. Depth videos are left
+      out.
+    - States and actions become channels, with `_` for other characters (`observation_state`,
+      `action`); the task's text is `task`. Single numbers, such as `next_reward`, become
+      attributes.
+    - A chunk of actions is a window in seconds: `window={"action": {"from": 0, "to": 0.3, "hz":
+      10}}`. With `-o rate=10` (or `-o frames=keyframes`), states and actions are series at their
+      own rate.
     """
 
     kind = "lerobot"

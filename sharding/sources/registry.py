@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import inspect
 import itertools
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,7 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
-from msgspec import inspect
 
 from fuelrail.pipeline.errors import (
     ConfigError,
@@ -63,6 +63,12 @@ _EXAMPLES: Final = {
     for name in ("arrow", "pandaset", "physical_ai", "py123d")
 }
 """Plug-ins that the documents name, and how to install them."""
+_FACTS: Final = {
+    "times": "time_base",
+    "ego's origin": "ego_origin",
+    "licence of the data": "license",
+}
+"""What a source's class may state of all its datasets, by title."""
 CONTENTS: Final = {
     "fuelrail": ("dataset.json",),
     "nuscenes": ("v1.0-*/sample.json",),
@@ -114,25 +120,35 @@ class SourceOption(msgspec.Struct, frozen=True, kw_only=True):
 class SourceKind(Printed, msgspec.Struct, frozen=True, kw_only=True):
     """A kind of source.
 
-    ``package`` brings it; ``missing`` is what `pip install` must bring for it to work.
+    ``notes`` say in Markdown what it reads and how; ``facts`` are what all its datasets have in
+    common, such as the time base. ``package`` brings it; ``missing`` is what `pip install` must
+    bring for it to work.
     """
 
     kind: str
     summary: str
+    notes: str = ""
+    facts: dict[str, str] = {}
     package: str
     missing: list[str]
     options: list[SourceOption]
 
     def as_text(self) -> str:
-        """Return the kind for people, with its options."""
-        lines = [f"{self.kind} ({self.package}): {self.summary}"]
-        lines += [f"  needs: {how_to_install(*self.missing)}"] if self.missing else []
+        """Return the kind for people, with its notes and options."""
+        lines = [self.as_line()]
+        lines += ["", self.notes, ""] if self.notes else []
+        lines += [f"  {name}: {fact}" for name, fact in self.facts.items()]
         lines += [f"  fuelrail shard {self.kind}:PATH OUT -o KEY=VALUE ..."] if self.options else []
         for option in self.options:
             lines.append(
                 f"  {option.name} ({option.type}, default {option.default}): {option.description}"
             )
         return "\n".join(lines) + "\n"
+
+    def as_line(self) -> str:
+        """Return kind, package, summary, and what to install, for a list of kinds."""
+        line = f"{self.kind} ({self.package}): {self.summary}"
+        return line + (f"\n  needs: {how_to_install(*self.missing)}" if self.missing else "")
 
 
 def parse_source(text: str, options: dict[str, Any]) -> SourceSpec:
@@ -226,7 +242,7 @@ def options_of_texts(kind: str, pairs: Iterable[str]) -> dict[str, Any]:
         except msgspec.ValidationError as error:
             fault = fault_in_words(error)
             if fault.endswith("is not allowed"):
-                names = dict.fromkeys(_type_name(inspect.type_info(types[name]), {}))
+                names = dict.fromkeys(_type_name(msgspec.inspect.type_info(types[name]), {}))
                 fault += f"; allowed are {', '.join(names)}"
             raise ConfigError(f"-o {pair}: {fault}") from error
         except ValueError as error:
@@ -248,7 +264,7 @@ def sources(kind: str | None = None) -> list[SourceKind]:
     for entry in chosen:
         package = _describe_package(entry)
         try:
-            source = _load(entry)
+            described.append(describe_kind(_load(entry), entry.name, package))
         except ConfigError as error:
             described.append(
                 SourceKind(
@@ -259,49 +275,54 @@ def sources(kind: str | None = None) -> list[SourceKind]:
                     options=[],
                 )
             )
-            continue
-        info = inspect.type_info(source.settings)
-        assert isinstance(info, inspect.StructType), "settings are a struct"
-        options = []
-        for field in info.fields:
-            meta: dict[str, Any] = {}
-            type_text = " or ".join(dict.fromkeys(_type_name(field.type, meta)))
-            description = str(meta.get("description", ""))
-            if not description:
-                continue
-            is_unset = field.default in (None, msgspec.NODEFAULT, "", ())
-            options.append(
-                SourceOption(
-                    name=field.name,
-                    type=type_text,
-                    default="none" if is_unset else f"{field.default}".lower(),
-                    description=description,
-                )
-            )
-        described.append(
-            SourceKind(
-                kind=entry.name,
-                summary=(source.__doc__ or "").strip().partition("\n")[0],
-                package=package,
-                missing=_list_missing(source),
-                options=options,
-            )
-        )
     return described
 
 
-def _type_name(kind: inspect.Type, meta: dict[str, Any]) -> list[str]:
+def describe_kind(source: Any, kind: str, package: str) -> SourceKind:
+    """Return what a source's class says of itself: its docstring, its facts and its settings."""
+    info = msgspec.inspect.type_info(source.settings)
+    assert isinstance(info, msgspec.inspect.StructType), "settings are a struct"
+    options = []
+    for field in info.fields:
+        meta: dict[str, Any] = {}
+        type_text = " or ".join(dict.fromkeys(_type_name(field.type, meta)))
+        description = str(meta.get("description", ""))
+        if not description:
+            continue
+        is_unset = field.default in (None, msgspec.NODEFAULT, "", ())
+        options.append(
+            SourceOption(
+                name=field.name,
+                type=type_text,
+                default="none" if is_unset else f"{field.default}".lower(),
+                description=description,
+            )
+        )
+    summary, _, notes = inspect.cleandoc(source.__doc__ or "").partition("\n\n")
+    stated = {title: getattr(source, name, None) for title, name in _FACTS.items()}
+    return SourceKind(
+        kind=kind,
+        summary=" ".join(summary.split()),
+        notes=notes,
+        facts={title: fact for title, fact in stated.items() if isinstance(fact, str)},
+        package=package,
+        missing=_list_missing(source),
+        options=options,
+    )
+
+
+def _type_name(kind: msgspec.inspect.Type, meta: dict[str, Any]) -> list[str]:
     """Return the names of the types that a value may have; ``meta`` gets what their Meta
     says.
     """
-    if isinstance(kind, inspect.Metadata):
+    if isinstance(kind, msgspec.inspect.Metadata):
         meta.update({**(kind.extra_json_schema or {}), **(kind.extra or {})})
         return _type_name(kind.type, meta)
-    if isinstance(kind, inspect.UnionType):
+    if isinstance(kind, msgspec.inspect.UnionType):
         return [name for part in kind.types for name in _type_name(part, meta)]
-    if isinstance(kind, inspect.LiteralType):
+    if isinstance(kind, msgspec.inspect.LiteralType):
         return [str(value) for value in kind.values]
-    if isinstance(kind, inspect.NoneType):
+    if isinstance(kind, msgspec.inspect.NoneType):
         return []
     plain = {
         "StrType": "text",

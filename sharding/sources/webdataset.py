@@ -5,11 +5,6 @@ The key is a member's name up to the first dot after the last slash, the rest is
 the library `webdataset` has it (``base_plus_ext``). Of plain tars headers and small members are
 read, and images stay where they are; compressed tars are read from front to back, once by the scan
 and once when each clip is staged.
-
-Beside images a sample has values: members that the library decodes to integers, texts and arrays,
-and what is in the JSON. Members and lists of numbers become channels, single numbers and texts of
-the JSON attributes; members that it does not decode to one of these are channels of bytes. Names
-and forms are those of the first samples. What becomes neither is counted in the report.
 """
 
 from __future__ import annotations
@@ -298,7 +293,35 @@ class _Reader(NamedTuple):
 
 
 class WebDataset(FrameSource[WebDatasetSettings]):
-    """Tars in WebDataset's naming, of any writer: .tar, .tar.gz, .tgz, .tar.zst, .tzst."""
+    """Tars in WebDataset's naming, of any writer: .tar, .tar.gz, .tgz, .tar.zst, .tzst.
+
+    Adjacent members of one key are a sample, the key its `sample_token`. Options may name cameras'
+    extensions, clips, and paths in the sample's JSON:
+
+        fuelrail shard webdataset:tars OUT -o 'images={cam_front: jpg0, cam_back: jpg1}' \\
+            -o 'clip=(.*)_[0-9]+' -o meta=json -o timestamp_ns=time \\
+            -o 'intrinsics=calib.{camera}.K' -o 'cam2ego=calib.{camera}.T' -o ego2global=pose
+
+    - Without such paths, times count one second a sample (`time_base` is `order`), poses are
+      unknown and cameras not calibrated.
+    - `.cls` (also `.index`, `.id`), `.txt` and `.npy` become channels of that name, with `_` for a
+      dot: `left_txt`. Arrays whose first dimension varies are lists of tensors. Other extensions
+      become channels of bytes.
+    - In JSON, lists of numbers or texts become channels; single numbers, texts, true and false
+      attributes. Nested names are joined: `weather_rain`. `NaN` and infinities are kept in lists
+      (refused in JSON lines), else null.
+    - The first 1,000 samples (`first_samples`) decide names, types and shapes; another type later
+      is an error.
+    - Left out, and counted in the report: values over 1 MiB, bytes over 128 MiB, names that are not
+      allowed, an empty `.json`, other files.
+    - Compressed tars are read whole, twice.
+    - Errors: a sparse member, a link, a name that leaves the tar, a truncated or damaged tar; a key
+      that returns after others (`tar --sort=name` avoids it, `gather=true` allows it).
+    - A tar must end with two zero blocks and zeros to the end of a record of at most 20 blocks, a
+      compressed one with a whole frame. `ignore_zeros=true` counts other ends (joined by `cat`,
+      holes, padding, cuts) and reads on. Fewer than 11,264 bytes of zeros in place of the last
+      members look like an end.
+    """
 
     kind = "webdataset"
     settings = WebDatasetSettings

@@ -9,8 +9,12 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
+from fuelrail.bench.report.files import load_report_of
+from fuelrail.bench.studies.resume.drawing import picture
+from fuelrail.bench.studies.resume.session import SCHEMA, VERSION, ResumeReport
 from fuelrail.pipeline.order.batching import Batching, World
 from fuelrail.pipeline.order.spec import OrderSpec, position_map
+from support.bench_runs import RESULTS
 from support.pages import ROOT
 
 DRAWINGS = sorted((ROOT / "docs" / "assets").glob("*.svg"))
@@ -44,6 +48,20 @@ def test_the_resume_shows_the_samples_that_the_order_gives() -> None:
     resumed = list_delivered(4, 0, 3) + list_delivered(2, consumed, 3)
     assert list(zip(drawn_samples, ranks, strict=True)) == uninterrupted + resumed
     assert [sample for sample, _ in uninterrupted] == [sample for sample, _ in resumed]
+
+
+def test_the_cells_are_those_of_the_runs() -> None:
+    report = load_report_of(RESULTS / "resume.json", ResumeReport, SCHEMA, VERSION)
+    drawing = ROOT / "docs" / "assets" / "stacks.svg"
+    assert drawing.read_text(encoding="utf-8") == picture(report)
+    texts = ElementTree.parse(drawing).findall("{*}text")
+    drawn = [text.text for text in texts if text.get("class") == "cell"]
+    outcomes = [cell.outcome for stack in report.stacks for cell in stack.cells.values()]
+    assert len(drawn) == sum(outcome != "not run" for outcome in outcomes)
+    assert sum(text.startswith("exact") for text in drawn) == sum(
+        outcome.startswith("exact") for outcome in outcomes
+    )
+    assert drawn.count("+96 -96") == outcomes.count("repeats 96, loses 96") > 0
 
 
 def test_the_bars_are_those_of_the_comparison() -> None:

@@ -13,7 +13,10 @@ import pytest
 
 import fuelrail as fr
 from fuelrail import __main__ as command_line
+from fuelrail.bench.studies.watch.judge import list_advice
+from fuelrail.loaders.records import batch_entries
 from fuelrail.pipeline.face import read_public_names
+from fuelrail.pipeline.limits import LIMITS
 from support.pages import ROOT
 
 pytest.importorskip("mkdocs", reason="the extra docs is not installed here")
@@ -78,6 +81,27 @@ def test_references_name_everything(site) -> None:
     ]
     assert "usage: fuelrail bench train" in commands
     assert "--ray-address" in commands
+
+
+def test_pages_have_the_tables_that_are_made(site) -> None:
+    def words_of(page: str) -> str:
+        text = (site / f"{page}.html").read_text(encoding="utf-8")
+        return " ".join(unescape(re.sub(r"<[^>]+>", " ", text)).split())
+
+    loader = words_of("loader")
+    assert not [name for name in batch_entries() if name not in loader]
+    assert "lightning-stateful exact exact exact crashes loses 96" in words_of("bench/RESULTS")
+    assert "plain 2 slow storage storage, data wait INPUT_BOUND" in words_of("bench/RESULTS")
+    occupancy = words_of("occupancy")
+    assert not [advice for advice in list_advice().values() if advice not in occupancy]
+    sizes = words_of("guarantees")
+    assert not [limit for limit in LIMITS if f" {limit.maximum:,} {limit.unit}" not in sizes]
+    kinds = words_of("reference/sources")
+    plug_ins = {"arrow", "pandaset", "physical_ai", "py123d"}
+    known = {kind.kind for kind in fr.sources() if kind.package == "fuelrail"} - {"fuelrail"}
+    for name in known | plug_ins:
+        assert re.search(rf"\b{name} ¶", kinds), name
+    assert "stereo true or false false true takes the two stereo cameras too" in kinds
 
 
 def test_llms_txt_has_a_line_for_each_page_and_each_public_name(site) -> None:

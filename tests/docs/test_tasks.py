@@ -176,53 +176,6 @@ def test_5_move_from_other_loaders(desk) -> None:
     assert (names["imgs"] is batch["img"]) and names["bda"].shape == (2, 3, 3)
 
 
-@pytest.mark.filterwarnings("ignore::Warning")  # of the trainers
-def test_5_move_with_ones_trainer(desk) -> None:
-    pytest.importorskip(
-        "lightning",
-        reason="lightning is not installed: pip install -e '.[trainers]'",
-    )
-    trainer = follow(GUIDES / "migrate.md", "PyTorch Lightning")["trainer"]
-    assert (
-        trainer.global_step,
-        trainer.train_dataloader.state_dict()["epoch"],
-    ) == (4, 1)
-
-
-@pytest.mark.filterwarnings("ignore::Warning")
-def test_5_move_with_accelerate(desk) -> None:
-    pytest.importorskip(
-        "accelerate",
-        reason="accelerate is not installed: pip install -e '.[trainers]'",
-    )
-    names = follow(GUIDES / "migrate.md", "Hugging Face Accelerate")
-    assert names["loader"].state_dict()["epoch"] == 2
-    names["accelerator"].load_state("checkpoint")
-
-
-@pytest.mark.filterwarnings("ignore::Warning")
-def test_5_move_with_the_hugging_face_trainer(desk) -> None:
-    pytest.importorskip("transformers", reason="transformers is not installed")
-    names = follow(GUIDES / "migrate.md", "Hugging Face Trainer")
-    loader = names["loader"]
-    saved = json.loads((desk / "out" / "checkpoint-3" / "loader.json").read_text())
-    assert (saved["epoch"], saved["samples_consumed"]) == (1, 2)
-    with fr.DataLoader("dataset", 2, shuffle=True, drop_last=True, seed=7) as plain:
-        expected = [batch["sample_key"] for _ in range(3) for batch in plain]
-    loader.load_state_dict(saved)
-    batch_keys = []
-    loss = names["FuelrailTrainer"].compute_loss
-
-    class Resumed(names["FuelrailTrainer"]):
-        def compute_loss(self, model, inputs, **options):
-            batch_keys.append(inputs["sample_key"])
-            return loss(self, model, inputs, **options)
-
-    trainer = Resumed(torch.nn.Conv2d(3, 8, 7, stride=4), names["arguments"])
-    trainer.train(resume_from_checkpoint=str(desk / "out" / "checkpoint-3"))
-    assert batch_keys == expected[3:6], "no batch twice, none left out"
-
-
 @pytest.mark.filterwarnings("ignore::Warning")
 def test_5_move_a_config_of_mmengine(desk) -> None:
     """The lines of the page in a config of which all else is MMEngine's own, run by its Runner."""

@@ -102,48 +102,6 @@ def test_lance() -> None:
     assert [batch["row"].tolist() for batch in batches] == [sampler[step] for step in range(30)]
 
 
-def test_episodes_of_lerobot() -> None:
-    lerobot = pytest.importorskip(
-        "lerobot.datasets.lerobot_dataset", reason="lerobot is not installed"
-    )
-    features = {
-        "observation.state": {
-            "dtype": "float32",
-            "shape": (2,),
-            "names": ["episode", "frame"],
-        }
-    }
-    episodes = lerobot.LeRobotDataset.create(
-        "me/episodes", 10, features, root="episodes", use_videos=False
-    )
-    for episode in range(12):
-        for frame in range(20):
-            episodes.add_frame(
-                {
-                    "observation.state": np.array([episode, frame], np.float32),
-                    "task": "move",
-                }
-            )
-        episodes.save_episode()
-    episodes.finalize()
-    names = follow(PAGE, "Episodes: LeRobot")
-    sampler = names["sampler"]
-    batches = names["batches"]
-    assert [batch["index"].tolist() for batch in batches] == [
-        sampler[step] for step in range(len(sampler))
-    ]
-    states = np.concatenate([batch["observation.state"] for batch in batches])
-    assert (len(states), len(batches)) == (
-        200,
-        10,
-    )  # 12 x 18 have a whole window
-    assert (states[..., 0] == states[:, :1, 0]).all(), "no window crosses an episode"
-    assert (np.diff(states[..., 1], axis=1) == 1).all()
-    lanes = np.stack([batch["index"] for batch in names["followed"]])
-    assert lanes.shape[1] == 10
-    assert ((np.diff(lanes, axis=0) == 1) | (lanes[1:] % 20 == 0)).all()
-
-
 def test_torchvision(desk) -> None:
     skip_without("torchvision")
     image = pytest.importorskip("PIL.Image")

@@ -356,5 +356,5 @@ COMPARE = study(
     "every loader against the reference, then times the loaders in turns, each in a "
     "process of its own on the same CPUs. A loader that is not installed, or whose "
     "images differ, is left out and listed. Prepare with --rounds 0, and add rounds "
-    "later with --continue.",
+    "later with --continue. It runs from a checkout, with the extras bench, peers and view.",
 )

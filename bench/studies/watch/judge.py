@@ -201,6 +201,11 @@ def find_causes(
     return findings
 
 
+def list_advice() -> dict[str, str]:
+    """Return what to do about each cause that a finding may have."""
+    return {reason.cause: reason.advice for reason in _REASONS.values()}
+
+
 def part_times(step: StepRecord) -> list[int]:
     """Return a step's times of ``PARTS`` [ns]."""
     times = {part: getattr(step.details, f"{part}_ns") for part in NAMED}
@@ -301,22 +306,18 @@ def _explain_loader(
         computing = used_ns / max(1, counted_ns * num_workers - queued_ns)
     host_cpus = sum(entry.host_cpu_ns for entry in details) / max(1, counted_ns)
     if computing is not None and computing > _COMPUTES:
-        advice = "Give the loader more workers, or cheaper transforms (smaller images, resizing "
-        advice += "while decoding, results stored once)."
+        reason = _REASONS["preprocessing"]
         if num_workers == 0:
             advice = "Give the loader workers (num_workers=4, persistent_workers=True)."
+            reason = reason._replace(advice=advice)
         if host_cpus > _USED_UP * num_cpus:
             advice = "All CPUs of the host are busy: make the transforms cheaper, or store their "
             advice += "results; more workers gain nothing."
-        return _Reason("preprocessing", "It computes most of that time.", advice)
+            reason = reason._replace(advice=advice)
+        return reason
     if computing is not None and computing < _WAITS:
-        return _Reason(
-            "storage",
-            "It waits most of that time, and does not compute.",
-            "Look at what it waits for: storage, the network, a lock. More workers wait side by "
-            "side; a copy on a local disk ends it.",
-        )
-    return _Reason("loader", "", "Try more workers, and look at what they do.")
+        return _REASONS["storage"]
+    return _REASONS["loader"]
 
 
 def _explain_when(ranks: Sequence[Sequence[StepRecord]], num_workers: int) -> _Reason | None:
@@ -464,6 +465,19 @@ _SUBJECTS: Final = {
     "all_reduce": "Collectives themselves, without late ranks, hold all ranks",
 }
 _REASONS: Final = {
+    "storage": _Reason(
+        "storage",
+        "It waits most of that time, and does not compute.",
+        "Look at what it waits for: storage, the network, a lock. More workers wait side by "
+        "side; a copy on a local disk ends it.",
+    ),
+    "preprocessing": _Reason(
+        "preprocessing",
+        "It computes most of that time.",
+        "Give the loader more workers, or cheaper transforms (smaller images, resizing while "
+        "decoding, results stored once).",
+    ),
+    "loader": _Reason("loader", "", "Try more workers, and look at what they do."),
     "host_to_device": _Reason(
         "copy", "", "Pin memory (pin_memory=True) and copy with non_blocking=True."
     ),
@@ -525,7 +539,8 @@ _REASONS: Final = {
     "turns": _Reason(
         "uneven ranks",
         "",
-        "Give ranks batches of equal cost, or look for what disturbs their hosts in turns.",
+        "Give ranks batches of equal cost, sorted by length or balanced, or look for what disturbs "
+        "their hosts in turns.",
     ),
     "rank": _Reason(
         "slow rank",

@@ -125,8 +125,24 @@ class _Columns(NamedTuple):
 
 
 class ArrowRows(Manifest):
-    """Rows with the bytes of images: Hugging Face datasets (Parquet, Arrow files), Lance
-    datasets.
+    """Rows with the bytes of images: Hugging Face datasets (Parquet, Arrow files), Lance datasets.
+
+    PATH is a file, or holds `.parquet`, `.arrow` or `.lance`, also in subfolders, as Hugging Face
+    writes them. Lance needs `pip install './configs/sources/arrow[lance]'`.
+
+    - Cameras: the feature `Image`, and JPEG or PNG bytes, alone or as `bytes` beside a `path`.
+      Without bytes, `path` is read, below PATH.
+    - Attributes: numbers, true and false, and texts that `columns` names (`{source: source}`). The
+      first `ClassLabel` gives `manifest.classes`.
+    - Channels: other texts, lists of texts, lists and arrays of numbers; and structs and lists of
+      structs, as JSON texts.
+    - Columns of a manifest, such as `ego2global`, mean the same; `columns` renames others to these:
+      `{drive: clip_id, t: timestamp_ns, front_jpeg: cam.front, id: sample_token}`.
+    - Without clips, a clip is a row group, a record batch, or 1,024 rows of Lance. Without times,
+      one second a sample is counted; `sample_token` is FILE#ROW. Names of files and folders give
+      splits (`train`, `val`, `validation`, `test`), if all have one.
+    - Left out: `Audio`, lists of images, dates, names that cannot be attributes. Refused:
+      compressed Arrow files (Feather's default), and URLs of files other than Parquet.
     """
 
     kind = "arrow"

@@ -1,7 +1,4 @@
-"""PandaSet (https://pandaset.org): six cameras at 10 Hz and poses.
-
-Lidar and boxes are pickles, which are not read.
-"""
+"""PandaSet (https://pandaset.org): six cameras at 10 Hz and poses."""
 
 from __future__ import annotations
 
@@ -32,7 +29,10 @@ FLU = np.array(
 
 
 class PandaSet(FrameSource[FrameSettings]):
-    """PandaSet sequences: six cameras with poses."""
+    """PandaSet sequences: six cameras with poses.
+
+    Lidar and boxes are pickles, which are not read.
+    """
 
     kind = "pandaset"
     ego_origin = "lidar"

@@ -3,10 +3,10 @@ clips, lidar, egomotion.
 
 The layout is that of https://huggingface.co/datasets/nvidia/PhysicalAI-Autonomous-Vehicles, as a
 download keeps it: ``clip_index.parquet`` has the chunk of each clip, ``features.csv`` says which
-files a chunk has. Ego is the rig frame, global the clip's anchor frame; times count from one second
-before the clip's beginning, for the dataset's own may be negative. The lidar is a Parquet file a
-clip, with a row for each spin and its points as Draco has them; a radar is one with a row for each
-return, at azimuth, elevation [rad] and distance [m] in the sensor's axes (x forward, y left, z up).
+files a chunk has. Ego is the rig frame, global the clip's anchor frame; the dataset's own times may
+be negative. The lidar is a Parquet file a clip, with a row for each spin and its points as Draco
+has them; a radar is one with a row for each return, at azimuth, elevation [rad] and distance [m] in
+the sensor's axes (x forward, y left, z up).
 """
 
 from __future__ import annotations
@@ -97,6 +97,19 @@ class PhysicalAiSettings(VideoSettings, frozen=True, kw_only=True):
 class PhysicalAi(FrameSource[PhysicalAiSettings]):
     """PhysicalAI-AV clips: frames at the front camera's times, nearest images, spins and scans,
     poses, egomotion.
+
+    PATH is NVIDIA's PhysicalAI-Autonomous-Vehicles as downloaded: videos of seven cameras
+    (`ftheta`), poses, and `egomotion` as a series. Missing chunks are left out; missing cameras are
+    absent: `-o 'cameras=[camera_front_wide_120fov]'`. Times count from one second before the clip.
+    It was not tested on a file of the dataset.
+
+    - Lidar needs its chunks and `pip install './configs/sources/physical_ai[lidar]'` (DracoPy),
+      else it is left out. A frame has the nearest spin, within half a period, in the lidar's axes:
+      x, y, z, intensity (0 to 1), ring (row of the lidar's model), time [s] since the spin began;
+      NaN for unknown. Above 10 Hz frames share spins: give `rate=10`.
+    - Radars become channels such as `radar_front_center_srr_0`: the nearest scan, within half a
+      period. `x`, `y`, `z` and the radial velocity along the ray (`vx`, `vy`, `vz`, not compensated
+      for ego's motion) are in ego at the sample's time; other columns as measured, and `dt_s`.
     """
 
     kind = "physical_ai"

@@ -3,8 +3,7 @@ others in one form.
 
 ``SPLIT/LOG/`` has an Arrow file for each modality, and ``sync.arrow``, whose row is a moment: for
 each modality the number of its row. The form is that of py123d 0.7
-(https://github.com/autonomousvision/py123d). Ego is the log's IMU. Images are JPEG or PNG in the
-files, or paths. Other cameras than pinholes, videos, lidar, radar and maps are not read.
+(https://github.com/autonomousvision/py123d).
 """
 
 from __future__ import annotations
@@ -51,6 +50,15 @@ class Py123dSettings(FrameSettings, frozen=True, kw_only=True):
 class Py123d(FrameSource[Py123dSettings]):
     """Logs of py123d (SPLIT/LOG/sync.arrow): pinhole cameras, poses, boxes with the numbers of
     their labels.
+
+    PATH holds logs of py123d 0.7, of nuPlan, KITTI-360, PandaSet and others; py123d is not needed.
+    Frames are the rows of `sync`; give `-o missing_camera=mask`.
+
+    - Images are JPEG or PNG in the files, or paths below `root`. IPC compression is refused.
+    - Ego is the log's IMU. An image has the log's pose for it, else the trajectory's at its time.
+      `-o classes=FILE` names box classes, which logs number (`label_N`).
+    - Left out: f-theta and MEI cameras, images in videos. Not read: lidar, radar, traffic lights,
+      maps.
     """
 
     kind = "py123d"

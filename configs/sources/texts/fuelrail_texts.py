@@ -7,8 +7,7 @@ source gave samples.
     python -m fuelrail_texts DATASET LAYER captions.jsonl --by image_id --count tokens:count
 
 A file is DriveLM's JSON (scenes, their key frames, and of each the questions by task), or it has
-*records*: JSON lines, a JSON list, or a list under ``questions`` as NuScenes-QA has it. A record is
-an object that names its sample.
+*records*, objects that name their sample.
 """
 
 from __future__ import annotations
@@ -39,6 +38,18 @@ _LISTED: Final = 1000
 _THREADS: Final = 8
 _ENTRIES: Final = "num_entries"
 _RENAMED: Final = {"q": "question", "a": "answer"}
+_FORMS: Final = """Make a layer of texts: DriveLM, NuScenes-QA, or records in JSON.
+
+DriveLM's JSON gives the channels question, answer, task, and other fields that are not null, such
+as tag; scene_description and key_objects (JSON), one text a sample. JSON lines (.jsonl), a JSON
+list, or a list under "questions", as in NuScenes-QA, give every field but the one that names the
+sample, by key or sample_token: sample_token, token, key, or --by. Unknown names are listed.
+
+A field is a channel of kind texts: a sample's entries in the order of the files, as many as other
+fields have; none if the sample has no entries. Other values are stored as JSON; a list of n texts
+makes n entries. num_entries is their number. With --count, a function from a text to its tokens or
+their number, there are question_tokens, answer_tokens and so on. In Python: import_texts.
+"""
 Record = dict[str, msgspec.Raw]
 
 
@@ -301,7 +312,7 @@ def _counter(count: Callable[[str], Any] | str) -> Callable[[str], int]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Make the layer and print the report."""
     parser = argparse.ArgumentParser(
-        description="Make a layer of texts: DriveLM, NuScenes-QA, or records in JSON."
+        description=_FORMS, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("dataset", metavar="DATASET", help="folder or URL of the dataset")
     parser.add_argument(

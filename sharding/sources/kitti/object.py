@@ -56,7 +56,12 @@ class KittiObjectSettings(FrameSettings, frozen=True, kw_only=True):
 
 
 class KittiObject(FrameSource[KittiObjectSettings]):
-    """KITTI's object benchmark: single frames with boxes, without ego poses."""
+    """KITTI's object benchmark: single frames with boxes, without ego poses.
+
+    PATH holds `training` and `testing`, or `image_2`. An image, of its own size, is a clip of one
+    sample; its time is its number plus 1. Poses are the identity. `DontCare` gives no boxes. In
+    `boxes2d_image_2`, `row` is the same label's in `boxes`.
+    """
 
     kind = "kitti_object"
     settings = KittiObjectSettings

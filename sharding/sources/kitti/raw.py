@@ -1,8 +1,4 @@
-"""KITTI raw: synchronised and rectified drives with oxts and tracklets.
-
-Files of one number belong together; a number that a sensor lacks is a hole. Each sensor has its own
-times. They are local, without a zone, so the time base is none of 1970.
-"""
+"""KITTI raw: synchronised and rectified drives with oxts and tracklets."""
 
 from __future__ import annotations
 
@@ -113,7 +109,22 @@ class _Layout(NamedTuple):
 
 
 class Kitti(FrameSource[KittiSettings]):
-    """KITTI raw drives (..._sync): two colour cameras, lidar, oxts and tracklets at 10 Hz."""
+    """KITTI raw drives (..._sync): two colour cameras, lidar, oxts and tracklets at 10 Hz.
+
+    PATH holds drives (`2011_09_26_drive_0001_sync`) and their dates' calibration, as unzipped, also
+    nested. A drive is a clip with the cameras `image_02` and `image_03`, the lidar, and boxes where
+    there is `tracklet_labels.xml`. Files of one number are a sample; a number that a sensor lacks
+    is a hole.
+
+    - Ego is the IMU. Its pose comes from oxts by Mercator's projection, scaled at the drive's first
+      row, in metres east, north and up from there. The pose is interpolated at each sensor's time;
+      up to 0.1 s outside the rows it follows the measured velocity.
+    - Images are rectified (K is from `P_rect`, whose fourth column shifts the camera) and PNG, not
+      for GPU decoders. Points are not compensated for ego's motion.
+    - Each sensor has its own times, in a local time without a zone, so they do not count from 1970.
+      Empty times are counted: without the lidar's, a frame has a camera's time and no sweep;
+      without an image's, no image; without that of oxts, the row is left out.
+    """
 
     kind = "kitti"
     settings = KittiSettings

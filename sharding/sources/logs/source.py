@@ -46,7 +46,52 @@ _YEAR_2000_NS: Final = 946_684_800_000_000_000
 
 
 class LogSource(FrameSource[LogSettings]):
-    """MCAP logs of ROS 2 and foxglove: one file, or a folder of files and of rosbag2 folders."""
+    """MCAP logs of ROS 2 and foxglove: one file, or a folder of files and of rosbag2 folders.
+
+    A folder with rosbag2's metadata is one log; all files that it names must exist. Topics are
+    options: `-o 'cameras={front: /front/image/compressed, back: /back/image/compressed}' -o
+    rate=10`. Foxglove's messages may be ROS 2 messages or protobuf.
+
+    - Images: `sensor_msgs/CompressedImage` (JPEG, PNG), `sensor_msgs/Image` (rgb8, bgr8, rgba8,
+      bgra8, mono8, Bayer of 8 bits, yuv422; with `levels` mono16 and Bayer of 16 bits; stored as
+      JPEG of quality 95), foxglove's CompressedImage and CompressedVideo. Store depth as a layer
+      (kind image, 16-bit PNG).
+    - Calibration: `sensor_msgs/CameraInfo`, foxglove's CameraCalibration: K and D of raw pictures;
+      P and R if a part of the topic contains `rect`; binning and region applied.
+    - Poses: `tf2_msgs/TFMessage`, foxglove's FrameTransform(s), or an Odometry or PoseStamped topic
+      (`poses=TOPIC`); interpolated between two transforms at each exposure (linear, slerp), not
+      beyond them, nor over gaps above `max_gap_s`. Static transforms locate the sensors.
+    - Lidar: `sensor_msgs/PointCloud2`, foxglove's PointCloud of any layout, as x, y, z, intensity,
+      ring, time [s after the stamp]; NaN for absent columns.
+    - Radar: the same messages, with all columns but times: x, y, z and vectors (`vx`, `vy`, also
+      with `vz`; `vx_comp`, `vy_comp`; `velocity_x`, `velocity_y`) in ego at the sample's time,
+      others as measured, and `dt_s`.
+    - Signals: any ROS 2 message with a stamp and single numbers; columns are the numbers' paths
+      (`angular_velocity_z`); lists, such as covariances, are left out.
+    - 2-D boxes: `vision_msgs/Detection2DArray` of any version: the best category, and bounds of
+      turned boxes; foxglove's ImageAnnotations: bounds of closed lines (`LINE_LOOP`), named by
+      their metadata `category`, `class` or `label`, and `track`, `track_id` or `id`, else by as
+      many texts. They belong to the image with the nearest stamp, within `tolerance_ms`;
+      `offsets_ms={boxes2d_cam_front: 40}` says how much later they are stamped. Their pixel 0 is a
+      pixel's left edge: 0.5 is subtracted.
+    - Position: `sensor_msgs/NavSatFix`: attributes `latitude`, `longitude` and `altitude_m` of the
+      nearest fix within `max_gap_s`.
+    - Not read: files that `ros2 bag convert` compressed whole (zstd messages are read), encrypted
+      MCAP, 16-bit PNG, float images.
+    - Order is that of the recording's times, by MCAP's indexes (at most 256 MiB of messages wait
+      for earlier ones); without indexes, of the file, and of the times within each chunk.
+    - Time is the header's stamp. Stamps before 2000 count from the machine's start (`time_base` is
+      `boot`). Refused: a stamp of 0, and a clock set back by more than `max_gap_s`. A jump forward
+      makes a gap.
+    - Frames are the messages of `reference`. A camera's message is the one nearest to its delay
+      (estimated for each log) after the reference. Clips end at gaps of the reference.
+    - Checksums of compressed MCAP chunks are always checked. `.db3` and `.bag` have none, and
+      refuse `checksums` and `damaged`.
+    - Killed recorders: a truncated MCAP is read up to its cut; bytes after its end are refused. A
+      `.db3` with a `-wal` is read from a copy in the temporary folder (both of at most 1 GiB
+      together); a `-journal` that is not empty is refused. The report counts clock jumps, stamps
+      that repeat or come out of order, and messages that files lack.
+    """
 
     kind = "mcap"
     settings = LogSettings
@@ -264,14 +309,20 @@ class LogSource(FrameSource[LogSettings]):
 
 
 class Rosbag2Source(LogSource):
-    """rosbag2 folders with SQLite or MCAP files: one folder, or a folder of them."""
+    """rosbag2 folders with SQLite or MCAP files: one folder, or a folder of them.
+
+    All else is as in `mcap`.
+    """
 
     kind = "rosbag2"
     suffixes: ClassVar[tuple[str, ...]] = (".db3", ".mcap")
 
 
 class Rosbag1Source(LogSource):
-    """ROS 1 bags: one file, or a folder of them."""
+    """ROS 1 bags: one file, or a folder of them.
+
+    They are on a local disk, with chunks plain or in bz2 or lz4. All else is as in `mcap`.
+    """
 
     kind = "rosbag1"
     suffixes: ClassVar[tuple[str, ...]] = (".bag",)

@@ -268,7 +268,35 @@ class _SceneClip(Clip, frozen=True, kw_only=True):
 
 
 class NuScenesSource(TableSource[NuScenesOptions]):
-    """A nuScenes dataroot: a folder, or a URL that fsspec knows."""
+    """A nuScenes dataroot: a folder, or a URL that fsspec knows.
+
+    - Cut-out sets, whose records name missing ones, need `-o dangling_links=cut`.
+    - Lyft Level 5: `-o version=v1.02-train -o classes=source`. Fractions of microseconds are
+      rounded.
+    - `radar` gives a channel for each radar, such as `radar_front`: points, 18 fields and `dt_s`,
+      unfiltered; position and velocity in ego at the sample's time. Earlier sweeps (`radar_sweeps`)
+      are compensated for ego's motion as in nuscenes-devkit.
+    - `can` gives a channel for each kind of message, such as `can_pose`, `can_ms_imu`, not
+      augmented.
+    - `boxes2d` gives a channel for each camera: bounds [px] of the part of each 3-D box inside the
+      image and at least 0.1 m in front of the camera, with the box's row, label and instance.
+    - `tokens` gives `box_tokens`, JSON: tokens of annotation, instance and visibility of each box.
+    - `trajectories` gives `ego_trajectory` [17, 6] and `agent_trajectories` [M, 17, ...]: poses in
+      ego at the sample's time, 4 keyframes back (2 s) and 12 ahead (6 s), with `valid`.
+    - `map` reads `maps/expansion`.
+    - Attributes `night` and `rain` are true if the scene's description states them; false if there
+      is a description and the log's location is one of nuScenes' four or begins with `synth-`
+      (`fuelrail synth`); else null.
+
+    To store channels of your own, write `channels.json` beside the tables, and a file for each
+    sample, such as `channels/depth_cam_front/{sample token}.png`:
+
+        [{"name": "depth_cam_front", "kind": "image", "field": "depth_cam_front.png",
+          "dtype": "uint16", "axes": ["height", "width"], "shape": [null, null], "units": ["mm"],
+          "frame": "image:cam_front", "law": {"name": "image", "camera": "cam_front"}}]
+
+    Dtype, shape, NaN, infinities and the size of masks are checked.
+    """
 
     kind = "nuscenes"
     settings = NuScenesOptions

@@ -129,7 +129,15 @@ class T4Settings(FrameSettings, frozen=True, kw_only=True):
 
 
 class T4(TableSource[T4Settings]):
-    """T4 datasets (TIER IV): one dataset, or a folder of many, each with the folder annotation."""
+    """T4 datasets (TIER IV): one dataset, or a folder of many, each with the folder annotation.
+
+    Of each dataset the last version is read. Images marked as not valid are absent. Radars are read
+    from PCD, as in nuScenes, not from JSON. The map is Lanelet2 (`map/lanelet2_map.osm`, nodes with
+    `local_x` and `local_y`): `lane_border` is `virtual`, `road_border` includes curbstones, guard
+    rails, walls and fences, `lane` all lanelets but crosswalks and walkways; other lines, such as
+    traffic lights, are left out. `can_vehicle_state` has pedals [%], steering [rad], indicators (1
+    is on) and speed [km/h].
+    """
 
     kind = "t4"
     settings = T4Settings

@@ -2,9 +2,8 @@
 lidar.
 
 The files are described at https://github.com/OpenDriveLab/OpenScene (``docs/dataset_stats.md``).
-Times of single images are not in the logs: all have the time of the frame. ``lidar2ego`` of the
-merged lidar is the identity in nuPlan; boxes are in ego, their velocities in the lidar's axes, as
-the program that wrote the logs has them.
+``lidar2ego`` of the merged lidar is the identity in nuPlan; boxes are in ego, their velocities in
+the lidar's axes, as the program that wrote the logs has them.
 """
 
 from __future__ import annotations
@@ -66,8 +65,25 @@ class OpenSceneSettings(FrameSettings, frozen=True, kw_only=True):
 
 
 class OpenScene(FrameSource[OpenSceneSettings]):
-    """OpenScene and NAVSIM: eight cameras, lidar, boxes, ego status, commands and trajectories
-    of nuPlan at 2 Hz.
+    """OpenScene and NAVSIM: eight cameras, lidar, boxes, ego status, commands and trajectories of
+    nuPlan at 2 Hz.
+
+    PATH has logs in `navsim_logs` or `meta_datas`, files in `sensor_blobs`, each by part: `mini`,
+    `trainval` (split `train`), `test`: `-o part=trainval`. For partial downloads use `cameras`,
+    `missing_camera`, `points`. Pickles may hold only numbers, texts, lists, dicts and arrays.
+
+    - A log is a clip, with distorted cameras (`opencv_radtan`), the lidar `lidar_merged`, boxes
+      with tracks, and ego status. The logs have no times of images: each has the time of its frame.
+    - Channels: `ego_trajectory` as in nuScenes, by time; `driving_command` (one of left, forward,
+      right, unknown is 1); `roadblock_ids`; `traffic_lights`, rows of a lane connector and whether
+      it is red.
+    - NAVSIM's splits are lists of the attribute `token`. Write the keys of their samples into a
+      file, and give it to an order, as `fr.OrderSpec(subset="navtrain.txt")`:
+
+          tokens = set(yaml.safe_load(Path("navtrain.yaml").read_text())["tokens"])
+          rows = fr.open("OUT").table.select(["key", "token"]).to_pylist()
+          keys = [row["key"] for row in rows if row["token"] in tokens]
+          Path("navtrain.txt").write_text("\\n".join(keys))
     """
 
     kind = "openscene"

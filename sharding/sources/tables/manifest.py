@@ -1,8 +1,4 @@
-"""The adapter for tables of the user's own, which name files: see docs/sources.md for the columns.
-
-Wide: the table ``frames`` has one row a frame, with columns of each sensor. Long: ``sensor_data``
-has one row a file, ``calibration`` one a sensor, ``ego_pose`` one a pose; frames are made by time.
-"""
+"""The adapter for tables of the user's own, which name files."""
 
 from __future__ import annotations
 
@@ -181,6 +177,82 @@ class ManifestSettings(VideoSettings, frozen=True, kw_only=True):
 class Manifest(FrameSource[ManifestSettings]):
     """Tables of your own (Parquet, JSON lines, CSV) that name files, ranges of files, members of
     tars, video frames.
+
+    PATH is a folder with the table `frames`, or a file that is read as `frames`. Tables are Parquet
+    (`.parquet`), JSON lines (`.jsonl`) or CSV (`.csv`, with commas), in UTF-8, also mixed. CSV has
+    no lists: give each number its own column, such as `fx` or `tx`. Rows are copied to the
+    temporary folder.
+
+    Each row of `frames` is a frame. NAME is a sensor (letters, digits and `_`); in lower case it is
+    the channel. Sensors have the columns' order. Columns:
+
+    - `clip_id`: the drive; its rows must be together, and are sorted by time.
+    - A time, and the pose `ego2global`, are the frame's. Without any pose, poses are the identity.
+    - `cam.NAME.path`: a JPEG or PNG. Null: no image (option `missing_camera`).
+    - `cam.NAME.` + a time, `.ego2global`: of the exposure; default: the frame's time, the pose
+      interpolated.
+    - `cam.NAME.intrinsics`, or `.fx`, `.fy`, `.cx`, `.cy`: K, 9 numbers row by row, or 3 lists of
+      3.
+    - `cam.NAME.cam2ego`: a pose. Without any calibration the camera is not calibrated.
+    - `cam.NAME.width`, `.height`, `.num_bytes`: checked. Without a size or a known suffix the scan
+      reads the image's head.
+    - `cam.NAME.dist_model`, `.dist`: lens model and coefficients, as FORMAT.md has them.
+    - `lidar.NAME.path`, a time, `.lidar2ego`, `.ego2global`: a sweep, `.npy` [P, C], raw float32
+      rows, or PCD (text or binary).
+    - `...path` with `...byte_offset`, `...byte_length`: bytes inside a file.
+    - `boxes`: a list of structs. Null: not labelled; empty: labelled, no boxes.
+    - `split`, `log_id`, `vehicle`: of the clip, equal in all its rows.
+    - `mask.NAME.path`, `mask.NAME.KIND.path`: channel `mask_NAME` or `KIND_NAME`
+      (`instance_front`), a PNG of the image's size, gray (8 or 16 bits) or with a palette, stored
+      with 8 bits at least. Null: none.
+    - `value.NAME`: channel NAME, a number, a text, a list of texts, or lists of numbers. Type and
+      shape are equal in all rows; only a list's first dimension may vary. Null: none.
+    - Any other: an attribute, for `--select` and filters: number, text, true or false.
+
+    In these columns:
+
+    - Attributes have names of letters, digits and `_`, except `clip_name`, `num_cameras`,
+      `num_boxes`, `key`, `clip` and `frame`. `speed_mps` and `hour_utc` are computed, unless a
+      column of numbers gives them.
+    - Texts of CSV and JSON lines become numbers only without loss: `007` and `12345678901234567890`
+      stay texts.
+    - A path is below the tables' folder, or below `-o root=s3://bucket/drives`, a folder or URL: it
+      is relative, or begins with the root. Datasets do not store the root, so only `fuelrail shard`
+      repairs them. `FILE#OFFSET+LENGTH` are bytes of a file, such as an uncompressed zip;
+      `tar:FILE#MEMBER` is a member of an uncompressed tar (`-o ignore_zeros=true`); `FILE#frame=N`
+      is a frame of a video.
+    - A time is one column: integers `timestamp_ns`, `timestamp_us` or `timestamp_s` (also float,
+      rounded to microseconds), or `timestamp` of Arrow's type timestamp. Times lie between 2000 and
+      2100; `-o time_base=relative` allows other clocks.
+    - A pose P is a 4x4 matrix P (16 numbers row by row, or 4 lists of 4); or `P.t` with `P.q_wxyz`
+      or `P.q_xyzw`; or `P.tx`, `P.ty`, `P.tz`, `P.qw`, `P.qx`, `P.qy`, `P.qz`. `P.q` is refused:
+      its order is unknown.
+    - Boxes have `x`, `y`, `z` or `centre`; `length`, `width`, `height` or `size_lwh`; `qw` to `qz`,
+      `q_wxyz`, `q_xyzw`, or `yaw`; `category`; optionally `track`, `vx`, `vy`, `vz` or `velocity`,
+      `num_lidar_pts`, `num_radar_pts`, `visibility`. They are in ego at the frame's time (`-o
+      boxes_in=global`: in global).
+    - Conventions: m, rad; ego x forward, y left, z up; cameras x right, y down, z forward (`-o
+      camera_axes=flu`: forward, left, up); pixel (0, 0) is the centre of the top-left pixel (`-o
+      pixel_origin=corner`: its corner).
+
+    Further tables, for calibrations that clips share and for sensors with their own times; each has
+    `clip_id`:
+
+    - `sensor_data`, a row a file: `sensor`, a time, `path`, `byte_offset`, `byte_length`,
+      `num_bytes`, `ego2global`.
+    - `calibration`, a row a sensor, of a clip or (without `clip_id`) of all: `sensor`,
+      `sensor2ego`, `intrinsics` or `fx` ..., `width`, `height`, `dist_model`, `dist`.
+    - `ego_pose`, a row a pose: a time, `ego2global`.
+    - `boxes`, a row a box: its frame's time, columns of boxes. Without `category`: labelled, no
+      boxes.
+
+    `sensor_data` replaces `frames`: frames are at the times of the reference sensor (`-o
+    reference=NAME`; else the first lidar or camera). Each file belongs to the nearest frame, within
+    `-o tolerance_ms` (50). A sensor without intrinsics is a lidar. Ego poses are interpolated
+    (linearly, and by slerp) within their range and across gaps up to `-o max_gap_s` (0.5).
+
+    A video's frames have the tables' times, not the container's. The scan refuses a frame beyond
+    the last, and a size other than the table's.
     """
 
     kind = "manifest"

@@ -1,8 +1,7 @@
 """Waymo Open Dataset, perception, version 2: a Parquet file for each component of each segment.
 
 A row of a file is slow to reach, since row groups are large, so the run stages pictures in the
-order of clips. Columns are taken by name and cast: files of one release differ in types.
-Conventions are those of version 1 (:mod:`fuelrail.sharding.sources.waymo.source`).
+order of clips. Files of one release differ in the types of columns.
 """
 
 from __future__ import annotations
@@ -103,7 +102,15 @@ _NONE: Final = image_rows(np.empty((0, 4)), [], [])
 
 
 class WaymoParquet(WaymoSource[WaymoSettings]):
-    """Waymo Open Dataset, perception, version 2: Parquet files with five cameras at 10 Hz."""
+    """Waymo Open Dataset, perception, version 2: Parquet files with five cameras at 10 Hz.
+
+    PATH holds `training`, `validation` and `testing`, or components' folders. Each file of
+    `vehicle_pose` is a clip and needs `camera_image` and `camera_calibration`; `lidar_box`,
+    `lidar_camera_synced_box`, `camera_box` (`boxes2d`) and `stats` are optional. `lidar` needs
+    `lidar_calibration` and `lidar_pose`. Images are staged in OUT, as those of video are. Columns
+    are taken by name, and cast if no value changes; other types are refused. All else is as in
+    `waymo`.
+    """
 
     kind = "waymo_v2"
     settings = WaymoSettings

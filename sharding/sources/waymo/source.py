@@ -1,10 +1,8 @@
 """Waymo Open Dataset, perception, version 1: TFRecord files of ``Frame`` messages, whose pictures
 are read in place.
 
-A file is a segment of 20 s. Neither TensorFlow nor a library for protocol buffers is needed, and a
-scan reads less than 1 % of the bytes. Ego is the vehicle's frame. A frame's pose, at which its
-boxes are, is in the middle of its sweep, and its time is the sweep's start: the dataset gives no
-other.
+Neither TensorFlow nor a library for protocol buffers is needed, and a scan reads less than 1 % of
+the bytes.
 """
 
 from __future__ import annotations
@@ -137,7 +135,24 @@ class WaymoSource(FrameSource[W]):
 
 
 class Waymo(WaymoSource[WaymoFileSettings]):
-    """Waymo Open Dataset, perception, version 1: TFRecord files with five cameras at 10 Hz."""
+    """Waymo Open Dataset, perception, version 1: TFRecord files with five cameras at 10 Hz.
+
+    PATH is a `.tfrecord` file, or holds such files or `training`, `validation` and `testing`. A
+    file is a clip of 20 s. The cameras have two sizes: the loader takes them in groups.
+
+    - An image has the pose at its `pose_timestamp`. A frame has its sweep's start as its time, and
+      the pose and boxes of the sweep's middle: the dataset gives no others. Ego is the vehicle's
+      frame.
+    - The tracks of `boxes2d` (`camera_labels`) are separate, so `row` is -1. The map is that of the
+      segment's first frame, moved by each frame's `map_pose_offset`: `lane` is a centre line,
+      `road_line` is painted, `stop_sign` has one vertex.
+    - Images are distorted (`opencv_radtan`); camera axes are turned to right, down, forward.
+      Waymo's pixel 0 is a pixel's left edge: 0.5 is subtracted from the principal point. Metadata
+      has exposure, read-out and its direction.
+    - Points are the first returns of the five lidars, in one channel `lidar` in ego at the frame's
+      pose (`lidar2ego` is the identity): x, y, z, intensity, elongation. Only the top lidar's are
+      compensated for ego's motion.
+    """
 
     kind = "waymo"
     settings = WaymoFileSettings

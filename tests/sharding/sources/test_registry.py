@@ -52,6 +52,25 @@ def test_a_plugin_is_listed_with_its_options(capsys):
         make_source(SourceSpec("broken", "/x", {}))
 
 
+def test_one_kind_is_printed_with_what_it_reads_and_all_kinds_in_a_line_each(capsys):
+    assert main(["sources", "kitti_object"]) == 0
+    printed = capsys.readouterr().out
+    for words in ("`DontCare` gives no boxes.", "  times: none\n", "  right (true or false"):
+        assert words in printed
+    assert main(["sources"]) == 0
+    listed = capsys.readouterr().out
+    assert "\nkitti_object (fuelrail): KITTI's object benchmark: single frames" in listed
+    assert "DontCare" not in listed
+    assert "true or false" not in listed
+
+
+def test_each_kind_says_in_markdown_what_it_reads():
+    for kind in fr.sources():
+        if kind.package == "fuelrail" and kind.kind != "fuelrail":
+            assert kind.notes, kind.kind
+            assert "``" not in kind.notes, kind.kind
+
+
 def test_a_plug_in_of_the_documents_that_is_not_installed_is_named_with_its_package():
     """Where it is installed, the kind is known: `test_pandaset_plugin.py` does that."""
     page = (ROOT / "docs" / "sharding.md").read_text(encoding="utf-8")
