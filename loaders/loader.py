@@ -371,6 +371,11 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         return self._batching.of_epoch(self._position.epoch).num_steps
 
     @property
+    def global_batch(self) -> int:
+        """Samples, or packs, of a batch over all ranks."""
+        return self._batching.global_batch
+
+    @property
     def steps_left(self) -> int:
         """Batches of the epoch after those handed out; 0 at its end."""
         return Walk(self._position, self._batching).num_steps

@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from functools import partial
 from itertools import repeat
 from typing import Any
 
+import torch
 from accelerate.data_loader import DataLoaderStateMixin
 from accelerate.utils import send_to_device
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from fuelrail.pipeline.errors import ConfigError, OrderError
 
@@ -40,8 +42,9 @@ def set_train_loader(trainer: Any, loader: Any) -> None:
     """Let a Trainer of transformers train from a loader, and keep its position in checkpoints.
 
     ``trainer.train(resume_from_checkpoint=...)`` restores it. ``loader`` is a
-    `fuelrail.DataLoader`, or what `BatchSampler.count` returns. Raises ConfigError for arguments of
-    the Trainer that cannot hold.
+    `fuelrail.DataLoader`, or what `BatchSampler.count` returns: workers of torch's DataLoader
+    inside then draw other random numbers on each rank, as with the Trainer's own, unless it has a
+    ``worker_init_fn``. Raises ConfigError for arguments of the Trainer that cannot hold.
 
     The Trainer raises OrderError for a checkpoint without a position, for one that its own count of
     steps does not agree with, and for epochs of other lengths.
@@ -58,6 +61,11 @@ def set_train_loader(trainer: Any, loader: Any) -> None:
         raise ConfigError(
             "auto_find_batch_size=True changes the batch size, and the order has its batches "
             "already; leave it out"
+        )
+    inner = getattr(loader, "loader", None)
+    if isinstance(inner, DataLoader) and inner.worker_init_fn is None:
+        inner.worker_init_fn = partial(
+            seed_worker, num_workers=inner.num_workers, rank=trainer.args.process_index
         )
     prepared = PreparedLoader(trainer.accelerator, loader)
 
@@ -77,9 +85,20 @@ def set_train_loader(trainer: Any, loader: Any) -> None:
                     )
                 prepared.load_state_dict(saved["attributes"]["position"])
             prepared.expect(state.global_step, args.gradient_accumulation_steps)
+            prepared.order.commit()
+
+        def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+            prepared.order.commit()  # also a checkpoint between two of these has the former's place
 
     trainer.get_train_dataloader = prepared.begin_training
     trainer.add_callback(OrderPosition())
+
+
+def seed_worker(_worker: int, *, num_workers: int, rank: int) -> None:
+    """Seed a worker of torch's DataLoader unlike those of the other ranks."""
+    from transformers import set_seed
+
+    set_seed((torch.initial_seed() + num_workers * rank) % 2**32)  # its own number is in it
 
 
 class PreparedLoader(DataLoaderStateMixin):  # type: ignore[misc, unused-ignore]
@@ -87,7 +106,8 @@ class PreparedLoader(DataLoaderStateMixin):  # type: ignore[misc, unused-ignore]
     synchronised at an epoch's end.
 
     The state is the position after the last optimiser step: batches whose gradients were still
-    being accumulated come again.
+    being accumulated come again. A loop of Accelerate has taken one when it draws the next batch or
+    saves, unless it accumulates. A Trainer draws several batches ahead, and says it by itself.
     """
 
     batch_size = None
@@ -99,7 +119,8 @@ class PreparedLoader(DataLoaderStateMixin):  # type: ignore[misc, unused-ignore]
         self.loader = loader
         self.gradient_state = accelerator.gradient_state
         self._accelerator = accelerator
-        self._order = getattr(loader, "sampler", loader)
+        self.order = getattr(loader, "sampler", loader)
+        """What knows the position."""
         self._epoch_length: int | None = None
         """Batches that the Trainer takes for an epoch; None: a loop of Accelerate asks nobody."""
         self._num_trained = 0
@@ -108,13 +129,18 @@ class PreparedLoader(DataLoaderStateMixin):  # type: ignore[misc, unused-ignore]
     def __len__(self) -> int:
         return len(self.loader)
 
+    @property
+    def total_batch_size(self) -> int:
+        """Rows of a batch over all ranks; in packs, packs."""
+        return int(self.order.global_batch)
+
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the rest of the epoch."""
         self._commit()
         self.begin()
         try:
             for batch in self.loader:
-                self.end_of_dataloader = self._order.steps_left == 0
+                self.end_of_dataloader = self.order.steps_left == 0
                 if self._epoch_length not in (None, len(self)):
                     raise OrderError(
                         f"this epoch has {len(self)} batches, and the Trainer counts "
@@ -126,9 +152,11 @@ class PreparedLoader(DataLoaderStateMixin):  # type: ignore[misc, unused-ignore]
             self.end()
 
     def _commit(self) -> None:
-        """Make the batches received so far final, unless gradients are being accumulated."""
-        if self.gradient_state.sync_gradients:
-            self._order.commit()
+        """Make the batches received so far final, unless gradients are being accumulated, or a
+        Trainer does so.
+        """
+        if self._epoch_length is None and self.gradient_state.sync_gradients:
+            self.order.commit()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last optimiser step; the same on every rank."""
@@ -154,7 +182,7 @@ class PreparedLoader(DataLoaderStateMixin):  # type: ignore[misc, unused-ignore]
         """
         length = self._epoch_length or len(self)
         updates_of_epoch = num_updates % math.ceil(length / num_accumulated)
-        self._num_trained = len(self) - (self._order.steps_left or len(self))
+        self._num_trained = len(self) - (self.order.steps_left or len(self))
         if self._num_trained != updates_of_epoch * num_accumulated:
             raise OrderError(
                 f"the loader is {self._num_trained} batches into its epoch of {len(self)}, and the "
@@ -189,6 +217,12 @@ class RestOfEpoch(IterableDataset[Any]):
     def __init__(self, loader: PreparedLoader, num_skipped: int) -> None:
         self._loader = loader
         self._num_skipped = num_skipped
+
+    def __len__(self) -> int:
+        """Return the rows of an epoch over all ranks, from which a Trainer computes its samples per
+        second.
+        """
+        return len(self._loader) * self._loader.total_batch_size
 
     def __iter__(self) -> Iterator[Any]:
         yield from repeat(None, self._num_skipped)

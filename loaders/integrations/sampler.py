@@ -171,6 +171,11 @@ class BatchSampler:
         return self._batching.world
 
     @property
+    def global_batch(self) -> int:
+        """Rows of a batch over all ranks; in packs, packs."""
+        return self._batching.global_batch
+
+    @property
     def rank_batch(self) -> int:
         """Rows of a batch on this rank."""
         return self._batching.rank_batch

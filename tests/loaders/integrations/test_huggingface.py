@@ -37,6 +37,19 @@ def test_a_killed_trainer_continues_on_other_ranks(name, tmp_path):
     assert run_kills(name, tmp_path, 2, seed=5) > 0
 
 
+def test_a_loader_says_its_rows_over_all_ranks(build_once, tmp_path):
+    sampler = fr.order.BatchSampler(
+        NUM_ROWS, global_batch=GLOBAL_BATCH, world=fr.World(1, 5), drop_last=False
+    )
+    loader = sampler.count(DataLoader(Rows(), batch_sampler=sampler))
+    training = Training(tmp_path, loader, max_steps=1)
+    prepared = training.trainer.get_train_dataloader()
+    assert prepared.total_batch_size == GLOBAL_BATCH
+    assert training.trainer.num_examples(prepared) == len(prepared.dataset) == 9 * GLOBAL_BATCH
+    with load(build_once({"train": (5, 7, 9)})[0], 2, image=TINY, rank=1, size=3) as own:
+        assert prepare_loader(make_accelerator(), own).total_batch_size == 6
+
+
 @pytest.mark.parametrize("dispatch_batches", [None, True])
 @pytest.mark.parametrize("split_batches", [False, True])
 def test_prepare_leaves_a_loader_as_it_is(dispatch_batches, split_batches):
@@ -153,6 +166,26 @@ def test_a_trainer_resumes_from_a_moved_checkpoint_and_trains_an_epochs_last_bat
     assert resumed.trainer.state.epoch == 2
 
 
+@pytest.mark.parametrize("hook", ["on_step_end", "on_step_begin"])
+def test_a_checkpoint_on_a_signal_has_the_position_of_the_last_optimiser_step(hook, tmp_path):
+    """The Trainer writes it at the beginning of step 3, or before its optimiser step, with all of its batches drawn."""
+    stopped = Training(tmp_path, make_loader(), max_steps=4, enable_jit_checkpoint=True)
+    from transformers import TrainerCallback
+    from transformers.trainer_jit_checkpoint import JITCheckpointCallback
+
+    handler = stopped.trainer.callback_handler
+    (jit,) = (item for item in handler.callbacks if isinstance(item, JITCheckpointCallback))
+
+    def ask(self, args, state, control, **_):
+        jit.jit_manager.is_checkpoint_requested = state.global_step == 2
+
+    stopped.trainer.add_callback(type("Ask", (TrainerCallback,), {hook: ask})())
+    stopped.trainer.train()
+    resumed = Training(tmp_path, make_loader(), max_steps=4)
+    resumed.trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert resumed.rows == [ORDER[step] for step in range(6, 11)]
+
+
 def test_a_trainer_refuses_a_checkpoint_without_a_position(tmp_path):
     plain = Training(tmp_path, max_steps=2)
     plain.trainer.train_dataset = Rows()
@@ -183,6 +216,30 @@ def test_a_trainer_refuses_epochs_of_other_lengths(tmp_path):
     )
     with pytest.raises(fr.errors.OrderError, match="train packs with Accelerate"):
         packed.trainer.train()
+
+
+class Augmented(Rows):
+    def __getitem__(self, row):
+        return {"row": row, "x": torch.rand(1)}
+
+
+def test_workers_draw_other_random_numbers_on_each_rank(tmp_path, monkeypatch):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    drawn = []
+    for rank in range(2):
+        monkeypatch.setattr(transformers.TrainingArguments, "process_index", rank)
+        sampler = fr.order.BatchSampler(NUM_ROWS, global_batch=4, world=fr.World(rank, 2))
+        loader = DataLoader(Augmented(), batch_sampler=sampler, num_workers=1)
+        training = Training(tmp_path, sampler.count(loader), max_steps=1)
+        drawn.append(next(iter(training.trainer.get_train_dataloader()))["x"])
+    assert not torch.equal(*drawn)
+
+
+def test_workers_keep_the_users_function(tmp_path):
+    sampler = fr.order.BatchSampler(NUM_ROWS, global_batch=4)
+    loader = DataLoader(Rows(), batch_sampler=sampler, worker_init_fn=print)
+    Training(tmp_path, sampler.count(loader), max_steps=1)
+    assert loader.worker_init_fn is print
 
 
 @pytest.mark.parametrize("argument", ["ignore_data_skip", "auto_find_batch_size"])
