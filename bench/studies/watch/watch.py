@@ -144,7 +144,9 @@ class Watch:
         self.loader = loader
         session = Session.current
         if session is None:
-            models = () if model is None else model if isinstance(model, list | tuple) else (model,)
+            models = [] if model is None else [model]
+            if isinstance(model, list | tuple):
+                models = list(model)
             session = Session(out, is_printed=True, models=models, optimizer=optimizer)
         elif out is not None and Path(out).absolute() != session.folder.absolute():
             raise ConfigError(
