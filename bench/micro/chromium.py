@@ -80,7 +80,9 @@ class Page:
     def press(self, key: str) -> None:
         """Press a key and let it go."""
         for kind in ("keyDown", "keyUp"):
-            text = _TEXTS.get(key, key if len(key) == 1 else "") if kind == "keyDown" else ""
+            text = ""
+            if kind == "keyDown":
+                text = _TEXTS.get(key, key if len(key) == 1 else "")
             code = _CODES.get(key, 0)
             self.call(
                 "Input.dispatchKeyEvent", type=kind, key=key, text=text, windowsVirtualKeyCode=code

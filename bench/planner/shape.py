@@ -20,7 +20,6 @@ from functools import partial
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from fuelrail.bench.measure.collectives import Collective, summed
 from fuelrail.bench.planner.fake_rank import (
@@ -180,7 +179,9 @@ def stages(
     for stage in range(degrees.pp):
         # The first and the last of many stages are those of two, an inner one is that of three.
         is_inner = 0 < stage < degrees.pp - 1
-        num_stages = min(degrees.pp, 3 if is_inner else 2) if equal else degrees.pp
+        num_stages = degrees.pp
+        if equal:
+            num_stages = min(degrees.pp, 3 if is_inner else 2)
         small = Degrees(
             pp=num_stages,
             dp_replicate=min(2, degrees.dp_replicate) if degrees.dp_shard == 1 else 1,
@@ -472,7 +473,11 @@ class _Ranks:
             weight_bytes = FP32 * parameters * self._small.dp_shard // degrees.dp_shard
             sent[2].append(_replicated("all_reduce", degrees, times, weight_bytes))
         if inputs.low and inputs.gradient_bytes != FP32:
-            sent = [_in_16_bits(way) for way in sent]
+            # What is reduced over data-parallel ranks, in 16 bits.
+            for way in sent:
+                for number, item in enumerate(way):
+                    if item.axis.startswith("dp_") and "reduce" in item.kind:
+                        way[number] = msgspec.structs.replace(item, bytes=item.bytes // 2)
         return Shape(
             rank=rank,
             stage=stage,
@@ -517,7 +522,12 @@ class _Ranks:
                     run.backward[-half - 1 :],
                 )[phase]
                 if not has_own_gradients:
-                    part = _without_gradients(part, run.kinds)
+                    part = part.copy()
+                    for number, kind in enumerate(run.kinds):
+                        if kind in _GRADIENTS:
+                            part[:, number] = 0
+                        elif kind in ("Temp", "Inputs and buckets"):
+                            part[:, number, 0] = 0
                 sizes = part @ np.array([1, rows])
                 peaks.append(
                     dict(
@@ -589,29 +599,6 @@ class _Ranks:
                 )
             )
         return collectives
-
-
-def _without_gradients(noted: NDArray[np.float64], kinds: Sequence[str]) -> NDArray[np.float64]:
-    """Return bytes [operator, kind, 2] without those of gradients."""
-    result = noted.copy()
-    for number, kind in enumerate(kinds):
-        if kind in _GRADIENTS:
-            result[:, number] = 0
-        elif kind in ("Temp", "Inputs and buckets"):
-            result[:, number, 0] = 0
-    return result
-
-
-def _in_16_bits(collectives: Sequence[Collective]) -> list[Collective]:
-    """Return collectives of which those that reduce over data-parallel ranks send half of the
-    bytes.
-    """
-    return [
-        msgspec.structs.replace(collective, bytes=collective.bytes // 2)
-        if collective.axis.startswith("dp_") and "reduce" in collective.kind
-        else collective
-        for collective in collectives
-    ]
 
 
 def _replicated(kind: str, degrees: Degrees, count: int, size: int) -> Collective:

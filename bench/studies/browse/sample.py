@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 
     Values = dict[str, tuple[Channel, Any]]
 
-_MOST_POINTS: Final = 60_000
+_MAX_POINTS: Final = 60_000
 """Points of a lidar that are sent; of more, every second one, third one, and so on."""
-_MOST_SIDE: Final = 1 << 15
+_MAX_SIDE: Final = 1 << 15
 _QUALITY: Final = 85
 
 
@@ -104,6 +104,21 @@ class DatasetSamples:
         boxes = sample.boxes
         boxes3d = np.zeros((0, 7)) if boxes is None else boxes.boxes3d
         corners = drawing.corners_by_yaw(boxes3d)
+        ego2img = sample.geometry.ego2img()
+        cameras = []
+        for number, channel in enumerate(self.cameras):
+            late_ns = int(sample.geometry.cam_timestamp_ns[number]) - sample.meta.timestamp_ns
+            meta = sample.meta.cameras.get(channel)
+            size = sample.geometry.img_wh[number]
+            camera = {
+                "name": channel,
+                "is_there": channel in sample.images,
+                "size": size,
+                "late_ms": late_ns / 1e6,
+                "lens": "none" if meta is None else meta.dist_model,
+                "boxes": drawing.seen_boxes(corners, ego2img[number], size),
+            }
+            cameras.append(camera)
         facts: dict[str, Any] = msgspec.to_builtins(sample.meta)
         del facts["cameras"]
         for name, value in facts.items():
@@ -112,7 +127,7 @@ class DatasetSamples:
         return {
             "place": place,
             "layers": layers,
-            "cameras": self._describe_cameras(sample, corners),
+            "cameras": cameras,
             "boxes": None if boxes is None else self._describe_boxes(boxes, corners),
             "num_points": [len(sample.points.get(name, ())) for name in self.lidars],
             "channels": self._describe_channels(row, sample),
@@ -147,7 +162,7 @@ class DatasetSamples:
             raise ConfigError("the sample has no points of this lidar")
         points = sample.points[name][:, :3]
         lidar2ego = sample.geometry.lidar2keyego(lidar)
-        step = len(points) // _MOST_POINTS + 1
+        step = len(points) // _MAX_POINTS + 1
         with np.errstate(all="ignore"):
             moved = move_points(points[::step].astype(np.float64), lidar2ego).astype("<f4")
         is_finite = np.isfinite(moved).all(1)
@@ -162,7 +177,7 @@ class DatasetSamples:
         if channel is None or channel.law.name not in ("image", "ego_grid"):
             raise ConfigError(f"the sample has no raster {name!r}")
         raster = np.asarray(value)
-        if not raster.size or max(raster.shape) > _MOST_SIDE:
+        if not raster.size or max(raster.shape) > _MAX_SIDE:
             raise ConfigError(f"a raster of {list(raster.shape)} elements cannot be drawn")
         if channel.law.name == "ego_grid":
             raster = drawing.grid_from_above(channel, raster)
@@ -225,28 +240,6 @@ class DatasetSamples:
         height = max(round(info.height * width / info.width), 1)
         return "image/jpeg", _jpeg(decode_jpeg(encoded, size=(width, height)))
 
-    def _describe_cameras(
-        self, sample: Sample, corners: NDArray[np.float64]
-    ) -> list[dict[str, Any]]:
-        geometry = sample.geometry
-        ego2img = geometry.ego2img()
-        cameras = []
-        for number, channel in enumerate(self.cameras):
-            late_ns = int(geometry.cam_timestamp_ns[number]) - sample.meta.timestamp_ns
-            meta = sample.meta.cameras.get(channel)
-            size = geometry.img_wh[number]
-            cameras.append(
-                {
-                    "name": channel,
-                    "is_there": channel in sample.images,
-                    "size": size,
-                    "late_ms": late_ns / 1e6,
-                    "lens": "none" if meta is None else meta.dist_model,
-                    "boxes": drawing.seen_boxes(corners, ego2img[number], size),
-                }
-            )
-        return cameras
-
     def _describe_boxes(self, boxes: Boxes, corners: NDArray[np.float64]) -> list[dict[str, Any]]:
         classes = self.dataset.manifest.classes
         return [
@@ -265,18 +258,18 @@ class DatasetSamples:
     def _describe_channels(self, row: int, sample: Sample) -> list[dict[str, Any]]:
         """Return the values of all further channels in words, and where they are drawn."""
         values, faults = self._values(row)
-        described: list[dict[str, Any]] = []
+        entries: list[dict[str, Any]] = []
         for name, (channel, value) in values.items():
-            stated: dict[str, Any] = {"name": name, "text": drawing.value_in_words(channel, value)}
+            entry: dict[str, Any] = {"name": name, "text": drawing.value_in_words(channel, value)}
             law = channel.law
             if law.name == "ego_grid":
-                stated["ground"] = law.extent_m
+                entry["ground"] = law.extent_m
             elif law.name in drawing.ON_IMAGES and law.camera in self.cameras:
                 camera = self.cameras.index(law.camera)
-                stated["camera"] = camera
-                stated |= drawing.shapes_on_image(channel, value, sample.geometry.img_wh[camera])
-            described.append(stated)
-        return described + [{"name": name, "text": text} for name, text in faults.items()]
+                entry["camera"] = camera
+                entry |= drawing.shapes_on_image(channel, value, sample.geometry.img_wh[camera])
+            entries.append(entry)
+        return entries + [{"name": name, "text": text} for name, text in faults.items()]
 
     def _read_values(self, row: int) -> tuple[Values, dict[str, str]]:
         """Return channel and value of all further channels that a sample has, with those of layers;
@@ -304,9 +297,9 @@ class DatasetSamples:
             for stored, joined in zip(layer.manifest.channels, layer.channels, strict=True):
                 if stored.name in parts:
                     values[joined.name] = joined, parts[stored.name]
-        known = {channel.field for channel in self.channels}
+        fields = {channel.field for channel in self.channels}
         for field, data in sample.extra.items():
-            if field not in known:
+            if field not in fields:
                 faults[field] = f"{len(memoryview(data)):,} bytes"
         return values, faults
 
@@ -325,8 +318,8 @@ def _describe_place(data: Dataset, entry: IndexRow) -> dict[str, Any]:
         "length": entry.length,
         "xxh3": f"{entry.xxh3:016x}",
         "members": [
-            (each.name, each.offset, each.stored_bytes, each.raw_bytes, each.codec)
-            for each in entry.members
+            (member.name, member.offset, member.stored_bytes, member.raw_bytes, member.codec)
+            for member in entry.members
         ],
     }
 
