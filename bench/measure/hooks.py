@@ -171,16 +171,16 @@ class Hooks:
         ):
             self._removals.callback(handle.remove)
         self._replace(torch.autograd, "backward", self._go_backward)
-        self.time_calls(torch, "save", "checkpoint")
-        self.time_calls(logging.Logger, "handle", "logging")
+        self.listen(torch, "save", "checkpoint")
+        self.listen(logging.Logger, "handle", "logging")
         self._replace(nn.Module, "train", self._set_mode)
         if dist.is_available():
             for name in _COLLECTIVES:
-                self.time_calls(dist, name, "all_reduce")
-            self.time_calls(dist.Work, "wait", "all_reduce")
+                self.listen(dist, name, "all_reduce")
+            self.listen(dist.Work, "wait", "all_reduce")
         if has_loaders:
-            self.watch_loader(DataLoader, "__iter__")
-            self.watch_loader(torch_loaders._BaseDataLoaderIter, "__next__")  # noqa: SLF001
+            self.listen(DataLoader, "__iter__", "iterator")
+            self.listen(torch_loaders._BaseDataLoaderIter, "__next__", "batch")  # noqa: SLF001
         gc.callbacks.append(recorder.collected)
         self._removals.callback(gc.callbacks.remove, recorder.collected)
 
@@ -194,18 +194,14 @@ class Hooks:
         self._search.close()
         self._removals.close()
 
-    def time_calls(self, owner: Any, name: str, phase: str) -> None:
-        """Count calls of a function as a phase."""
-        self._replace(owner, name, functools.partial(self._call_in_phase, phase))
+    def listen(self, owner: Any, name: str, role: str) -> None:
+        """Note the calls of a function.
 
-    def watch_loader(self, owner: Any, name: str) -> None:
-        """Note when a loader makes an iterator, or an iterator a batch.
-
-        ``name``: "__next__"; "__iter__" of a loader whose iterators say themselves when they are
-        asked; or "iter" for `__iter__` of another one.
+        ``role``: the phase that they are; "iterator", a loader makes one that says itself when it
+        is asked for a batch; "batches", it makes another one; "batch", an iterator gives one.
         """
-        kinds = {"__next__": self._next, "__iter__": self._make_iterator, "iter": self._iterate}
-        self._replace(owner, "__iter__" if name == "iter" else name, kinds[name])
+        roles = {"iterator": self._make_iterator, "batches": self._iterate, "batch": self._next}
+        self._replace(owner, name, roles.get(role) or functools.partial(self._call_in_phase, role))
 
     def _replace(self, owner: Any, name: str, call: Callable[..., Any]) -> None:
         """Have ``call`` called in place of a function, with it and its arguments."""

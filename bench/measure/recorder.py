@@ -467,7 +467,26 @@ class Recorder:
                 return
             step = self._pending.popleft()
             if self._writer is None:
-                self._writer = self._open_writer()
+                import torch
+
+                assert self.folder is not None
+                self.folder.mkdir(parents=True, exist_ok=True)
+                writer = RankWriter(rank_path(self.folder, self.rank))
+                self._writer = self._files.enter_context(writer)
+                backend = None
+                if torch.distributed.is_available() and torch.distributed.is_initialized():
+                    backend = torch.distributed.get_backend()
+                device = f"CPU, {torch.get_num_threads()} threads"
+                if self.device is not None:
+                    device = torch.cuda.get_device_name(self.device)
+                header = RankHeader(
+                    device=device,
+                    backend=backend,
+                    num_parameters=self.num_parameters,
+                    world=self.world,
+                    num_workers=self.num_workers,
+                )
+                self._writer.write(header)
             record = self._record_of(step)
             self._sum = record if self._sum is None else _add(self._sum, record)
             stride = 1 << (record.step // _NUM_RECORDS).bit_length()
@@ -522,28 +541,6 @@ class Recorder:
             details=step.details,
             **{f"{phase}_ns": duration_ns for phase, duration_ns in durations.items()},
         )
-
-    def _open_writer(self) -> RankWriter:
-        import torch
-
-        assert self.folder is not None
-        self.folder.mkdir(parents=True, exist_ok=True)
-        writer = self._files.enter_context(RankWriter(rank_path(self.folder, self.rank)))
-        backend = None
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            backend = torch.distributed.get_backend()
-        device = f"CPU, {torch.get_num_threads()} threads"
-        if self.device is not None:
-            device = torch.cuda.get_device_name(self.device)
-        header = RankHeader(
-            device=device,
-            backend=backend,
-            num_parameters=self.num_parameters,
-            world=self.world,
-            num_workers=self.num_workers,
-        )
-        writer.write(header)
-        return writer
 
     def _read_queued(self) -> int:
         """Return what the trainer's thread stood in the queue for a CPU [ns]."""

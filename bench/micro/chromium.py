@@ -54,8 +54,26 @@ class Page:
         if self._session is not None:
             request["sessionId"] = self._session
         os.write(self._writing, json.dumps(request).encode() + b"\0")
-        while (answer := self._receive()).get("id") != number:
-            pass
+        answer: dict[str, Any] = {}
+        while answer.get("id") != number:
+            while b"\0" not in self._data:
+                readable, _, _ = select.select([self._reading], [], [], _LIMIT_S)
+                assert readable, "chromium does not answer"
+                part = os.read(self._reading, 1 << 20)
+                assert part, "chromium ended"
+                self._data += part
+            text, _, self._data = self._data.partition(b"\0")
+            answer = json.loads(text)
+            event = answer.get("params", {})
+            match answer.get("method"):
+                case "Runtime.exceptionThrown":
+                    self.complaints.append(json.dumps(event["exceptionDetails"]))
+                case "Runtime.consoleAPICalled":
+                    self.complaints.append(json.dumps(event["args"]))
+                case "Log.entryAdded":
+                    self.complaints.append(json.dumps(event["entry"])[:500])
+                case "Page.javascriptDialogOpening":
+                    self.complaints.append("a dialog opened")
         assert "error" not in answer, answer
         result: dict[str, Any] = answer["result"]
         return result
@@ -96,27 +114,6 @@ class Page:
     def screenshot(self) -> bytes:
         """Return the window's pixels as a PNG."""
         return base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
-
-    def _receive(self) -> dict[str, Any]:
-        while b"\0" not in self._data:
-            readable, _, _ = select.select([self._reading], [], [], _LIMIT_S)
-            assert readable, "chromium does not answer"
-            part = os.read(self._reading, 1 << 20)
-            assert part, "chromium ended"
-            self._data += part
-        text, _, self._data = self._data.partition(b"\0")
-        said: dict[str, Any] = json.loads(text)
-        params = said.get("params", {})
-        match said.get("method"):
-            case "Runtime.exceptionThrown":
-                self.complaints.append(json.dumps(params["exceptionDetails"]))
-            case "Runtime.consoleAPICalled":
-                self.complaints.append(json.dumps(params["args"]))
-            case "Log.entryAdded":
-                self.complaints.append(json.dumps(params["entry"])[:500])
-            case "Page.javascriptDialogOpening":
-                self.complaints.append("a dialog opened")
-        return said
 
 
 @contextlib.contextmanager

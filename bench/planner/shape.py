@@ -175,6 +175,13 @@ def stages(
     experts = 0.0
     if isinstance(model, GptSettings) and inputs.expert_parallel > 1:
         experts = expert_parameters(model) * blocks
+    models: dict[ModelSettings | str, float] = {model: 1.0}
+    if isinstance(model, GptSettings) and model.experts > _EXPERTS[-1]:
+        # Few experts, each of which takes as many tokens as those of a mixture of many.
+        models = {}
+        for count, share in _line_through(_EXPERTS, model.experts).items():
+            active = model.active_experts * count / model.experts
+            models[msgspec.structs.replace(model, experts=count, active_experts=active)] = share
     shapes = []
     for stage in range(degrees.pp):
         # The first and the last of many stages are those of two, an inner one is that of three.
@@ -193,7 +200,7 @@ def stages(
         runs: list[RankRun] = []
         weights: list[float] = []
         halves: list[int] = []
-        for size, share in _with_fewer_experts(model).items():
+        for size, share in models.items():
             if not equal or isinstance(size, str):
                 runs.append(run(size, degrees=small, rank=like * small.data * small.tp))
                 weights.append(share)
@@ -237,19 +244,6 @@ def _line_through(numbers: Sequence[int], count: float) -> dict[int, float]:
     fewer_blocks, more_blocks = numbers
     beyond = (count - fewer_blocks) / (more_blocks - fewer_blocks)
     return {fewer_blocks: 1 - beyond, more_blocks: beyond}
-
-
-def _with_fewer_experts(model: ModelSettings | str) -> dict[ModelSettings | str, float]:
-    """Return models of few experts, each of which takes as many tokens as those of a mixture of
-    many, with their weights; the model itself otherwise.
-    """
-    if not isinstance(model, GptSettings) or model.experts <= _EXPERTS[-1]:
-        return {model: 1.0}
-    models: dict[ModelSettings | str, float] = {}
-    for count, share in _line_through(_EXPERTS, model.experts).items():
-        active = model.active_experts * count / model.experts
-        models[msgspec.structs.replace(model, experts=count, active_experts=active)] = share
-    return models
 
 
 def _spared(

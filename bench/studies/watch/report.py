@@ -24,7 +24,7 @@ from fuelrail.bench.measure.occupancy import (
     window_of,
 )
 from fuelrail.bench.measure.rates import Interval, bootstrap_means
-from fuelrail.bench.measure.records import RankLog, StepRecord, rank_path, read_rank
+from fuelrail.bench.measure.records import RankLog, rank_path, read_rank
 from fuelrail.bench.report.files import (
     REPORT_JSON,
     ReportHead,
@@ -285,12 +285,29 @@ def _judge(logs: Mapping[int, RankLog], window: Window, num_cpus: float) -> dict
             uses.append(use)
     disturbed = combine_host_uses(uses).disturbed if uses else None
     occupancy = occupancy_of([log.steps for log in logs.values()], window)
+    # The mean step and its parts, over ranks, with 95 % intervals over blocks of steps.
+    parts = np.array([[part_times(step) for step in steps] for steps in every], np.float64)
+    num_steps = np.array([step.details.num_steps for step in every[0]])
+    parts_ms = parts.mean(axis=0) / num_steps[:, None] / 1e6
+    columns = {"step [ms]": parts_ms.sum(axis=1)}
+    columns |= {f"{LABELS[part]} [ms]": parts_ms[:, row] for row, part in enumerate(PARTS)}
+    means = {}
+    for name, values in columns.items():
+        low, high = np.quantile(bootstrap_means(values, seed=0), (0.025, 0.975)).tolist()
+        if low > _MIN_MS:
+            means[name] = Interval(
+                median=float(values.mean()),
+                low=low,
+                high=high,
+                confidence=0.95,
+                num_repeats=len(values),
+            )
     last = late_steps(every)
     ranks = []
     for row, (rank, steps) in enumerate(inside.items()):
         header = logs[rank].header
         wall_ns = sum(step.wall_ns for step in steps)
-        parts_ns = np.sum([part_times(step) for step in steps], axis=0)
+        parts_ns = parts[row].sum(axis=0)
         times = RankTimes(
             rank=rank,
             device="unknown" if header is None else header.device,
@@ -313,26 +330,5 @@ def _judge(logs: Mapping[int, RankLog], window: Window, num_cpus: float) -> dict
             is_loaded=disturbed is not None,
         ),
         "ranks": ranks,
-        "times": _mean_times(every),
+        "times": means,
     }
-
-
-def _mean_times(ranks: Sequence[Sequence[StepRecord]]) -> dict[str, Interval]:
-    """Return the mean step and its parts, over ranks, with 95 % intervals over blocks of steps."""
-    parts = np.array([[part_times(step) for step in steps] for steps in ranks], np.float64)
-    num_steps = np.array([step.details.num_steps for step in ranks[0]])
-    parts_ms = parts.mean(axis=0) / num_steps[:, None] / 1e6
-    columns = {"step [ms]": parts_ms.sum(axis=1)}
-    columns |= {f"{LABELS[part]} [ms]": parts_ms[:, row] for row, part in enumerate(PARTS)}
-    times = {}
-    for name, values in columns.items():
-        low, high = np.quantile(bootstrap_means(values, seed=0), (0.025, 0.975)).tolist()
-        if low > _MIN_MS:
-            times[name] = Interval(
-                median=float(values.mean()),
-                low=low,
-                high=high,
-                confidence=0.95,
-                num_repeats=len(values),
-            )
-    return times
