@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import itertools
 import json
@@ -111,13 +110,9 @@ class Page:
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.call("Emulation.setDeviceMetricsOverride", **size)
 
-    def screenshot(self) -> bytes:
-        """Return the window's pixels as a PNG."""
-        return base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
-
 
 @contextlib.contextmanager
-def open_page(url: str, profile: Path, size: tuple[int, int] = (1400, 900)) -> Iterator[Page]:
+def open_page(url: str, profile: Path) -> Iterator[Page]:
     """Chromium with a new profile in this folder, on a page; it has ended when the block ends."""
     assert CHROMIUM is not None
     child_reads, we_write = os.pipe()
@@ -141,7 +136,7 @@ def open_page(url: str, profile: Path, size: tuple[int, int] = (1400, 900)) -> I
     os.close(child_writes)
     try:
         page = Page(we_read, we_write)
-        page.resize(*size)
+        page.resize(1400, 900)
         page.call("Page.navigate", url=url)
         yield page
     finally:

@@ -147,8 +147,7 @@ class PreparedLoader(DataLoaderStateMixin):  # type: ignore[misc, unused-ignore]
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last optimiser step; the same on every rank."""
         self._commit()
-        state: dict[str, Any] = self.loader.state_dict()
-        return state
+        return dict(self.loader.state_dict())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state, on any number of ranks, with an accumulation that begins."""

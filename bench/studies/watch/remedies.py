@@ -137,8 +137,10 @@ class Trials:
         self._num_borders = 0
         self._inputs: dict[nn.Module, _Inputs] | None = None
 
-    def are_made(self, loader: Any, modules: Sequence[nn.Module]) -> bool:
-        """Return whether the trials are over; the loop is about to ask a loader for a batch.
+    def advance(self, loader: Any, modules: Sequence[nn.Module]) -> bool:
+        """Try remedies once it is time; return whether that is over.
+
+        The loop is about to ask ``loader`` for a batch.
 
         ``modules``: those whose calls are forward passes.
         """
@@ -281,7 +283,7 @@ def _remedy(name: str, line: str, means: NDArray[np.float64], now: NDArray[np.fl
 def _trials(loader: DataLoader[Any], epoch_steps: int | None, folder: Path) -> list[_Trial]:
     options = {name: getattr(loader, name) for name in _OPTIONS}
 
-    def changed(num_left_out: int, **changes: Any) -> DataLoader[Any]:
+    def make_loader(num_left_out: int, **changes: Any) -> DataLoader[Any]:
         batches: dict[str, Any] = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
         if not isinstance(loader.dataset, IterableDataset):
             rows: Any = loader.batch_sampler or loader.sampler
@@ -293,33 +295,33 @@ def _trials(loader: DataLoader[Any], epoch_steps: int | None, folder: Path) -> l
                 batches = {"batch_size": None, "sampler": rows}
         return DataLoader(loader.dataset, **batches, **(options | changes))
 
-    trials = [_Trial("as it is", "", changed)]
+    trials = [_Trial("as it is", "", make_loader)]
 
-    def offer(name: str, line: str | None = None, **changes: Any) -> None:
-        make = functools.partial(changed, **changes)
+    def add_trial(name: str, line: str | None = None, **changes: Any) -> None:
+        make = functools.partial(make_loader, **changes)
         trials.append(_Trial(name, line or f"DataLoader(..., {name})", make))
 
     num_workers = loader.num_workers
     counts = {default_num_workers(), 2 * max(1, num_workers), 4 * max(1, num_workers)}
     for count in sorted(counts - {num_workers}):
         if count <= _MAX_WORKERS:
-            offer(f"num_workers={count}", num_workers=count)
+            add_trial(f"num_workers={count}", num_workers=count)
     if num_workers:
         factor = 2 * (loader.prefetch_factor or 2)
-        offer(f"prefetch_factor={factor}", prefetch_factor=factor)
+        add_trial(f"prefetch_factor={factor}", prefetch_factor=factor)
         if epoch_steps and not loader.persistent_workers:
-            offer("persistent_workers=True", persistent_workers=True)
+            add_trial("persistent_workers=True", persistent_workers=True)
         calls = ["cv2.setNumThreads(0)"] if "cv2" in sys.modules else []
         if find_spec("threadpoolctl") is not None:
             calls.append("threadpoolctl.threadpool_limits(1)")
         if calls:
             line = f"DataLoader(..., worker_init_fn=lambda _: ({', '.join(calls)}))"
-            offer("one thread", line, worker_init_fn=OneThread(loader.worker_init_fn))
+            add_trial("one thread", line, worker_init_fn=OneThread(loader.worker_init_fn))
     line = (
         "fr.decode_jpeg(Path(path).read_bytes()) in place of PIL.Image.open(path) or "
         "cv2.imread(path)"
     )
-    make = functools.partial(_with_own_decoder, loader, changed)
+    make = functools.partial(_with_own_decoder, loader, make_loader)
     trials.append(_Trial("fr.decode_jpeg", line, make))
     files = _files_of(loader.dataset)
     if files:

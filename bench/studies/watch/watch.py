@@ -91,7 +91,7 @@ class Session:
 
     def before_batch(self, loader: Any) -> None:
         """Note that the loop is about to ask a loader for a batch."""
-        if self._trials is not None and self._trials.are_made(loader, self._hooks.modules):
+        if self._trials is not None and self._trials.advance(loader, self._hooks.modules):
             self._trials = None
 
     def report(self, *, is_last: bool = False) -> WatchReport | None:
