@@ -226,18 +226,8 @@ def sweep(scenario: Scenario, cluster: ClusterSettings) -> list[Planned]:
 
     What does not fit is not tried with more samples.
     """
-    strategies: list[ParallelSettings] = []
-    for recompute in _RECOMPUTE:
-        simple = _SIMPLE if cluster.num_devices > 1 else _SIMPLE[:1]
-        strategies += [ParallelSettings(strategy=name, recompute=recompute) for name in simple]
-        strategies += hybrid(cluster, recompute)
-        for tp in (1, 2, 8):
-            for pp in (1, 2, 4, 8):
-                is_even = cluster.num_devices % (tp * pp) == 0
-                if tp * pp > 1 and is_even and cluster.devices_per_node % tp == 0:
-                    strategies.append(composed(cluster, pp, tp, recompute))
     plans = []
-    for settings in strategies:
+    for settings in _strategies(cluster):
         too_large: str | None = None
         for size in _MICRO_BATCHES:
             tried = msgspec.structs.replace(scenario, micro_batch=size)
@@ -256,6 +246,21 @@ def sweep(scenario: Scenario, cluster: ClusterSettings) -> list[Planned]:
                 if isinstance(error, TooLargeError):
                     too_large = f"a smaller micro-batch {error}"
     return plans
+
+
+def _strategies(cluster: ClusterSettings) -> Iterator[ParallelSettings]:
+    """Yield settings of whole, sharded and divided models, with and without recomputation."""
+    for recompute in _RECOMPUTE:
+        for strategy in _SIMPLE if cluster.num_devices > 1 else _SIMPLE[:1]:
+            yield ParallelSettings(strategy=strategy, recompute=recompute)
+        yield from hybrid(cluster, recompute)
+        for tp in (1, 2, 8):
+            for pp in (1, 2, 4, 8):
+                divides = (
+                    cluster.devices_per_node % tp == 0 and cluster.num_devices % (tp * pp) == 0
+                )
+                if tp * pp > 1 and divides:
+                    yield composed(cluster, pp, tp, recompute)
 
 
 def remedies(
