@@ -203,6 +203,15 @@ class Hooks:
         roles = {"iterator": self._make_iterator, "batches": self._iterate, "batch": self._next}
         self._replace(owner, name, roles.get(role) or functools.partial(self._call_in_phase, role))
 
+    def call_before(self, owner: Any, name: str, call: Callable[[], Any]) -> None:
+        """Make a call before each call of a function."""
+
+        def call_both(original: Any, /, *args: Any, **kwargs: Any) -> Any:
+            call()
+            return original(*args, **kwargs)
+
+        self._replace(owner, name, call_both)
+
     def _replace(self, owner: Any, name: str, call: Callable[..., Any]) -> None:
         """Have ``call`` called in place of a function, with it and its arguments."""
         original = getattr(owner, name)

@@ -206,6 +206,11 @@ def find_causes(
     return findings
 
 
+def list_advice() -> dict[str, str]:
+    """Return what to do about each cause that a finding may have."""
+    return dict(_ADVICE)
+
+
 def part_times(step: StepRecord) -> list[int]:
     """Return a step's times of ``PARTS`` [ns]."""
     times = {part: getattr(step.details, f"{part}_ns") for part in NAMED}
@@ -285,21 +290,19 @@ def _explain_loader(
         used_ns = total.workers_cpu_ns + max(0, _background_ns(total))
         computing = used_ns / max(1, counted_ns * num_workers - total.workers_queued_ns)
     if computing is not None and computing > _COMPUTES:
+        advice = ""
         if num_used > _USED_UP * num_cpus:
             advice = "All CPUs of the host are busy: make the transforms cheaper, or store their "
             advice += "results; more workers gain nothing."
         elif num_workers == 0:
             advice = "Give the loader workers (num_workers=4, persistent_workers=True)."
-        else:
-            advice = "Give the loader more workers, or cheaper transforms (smaller images, "
-            advice += "resizing while decoding, results stored once)."
         num_idle = int(num_cpus - num_used) if num_used else 0
         if num_workers and computing > _COMPUTES_ALWAYS and num_idle >= len(ranks):
             busy = (
                 f"All {num_workers} workers are busy" if num_workers > 1 else "Its worker is busy"
             )
             cores = f"{num_idle} cores are" if num_idle > 1 else "a core is"
-            return _Reason("too few workers", f"{busy}, and {cores} idle.", advice)
+            return _Reason("too few workers", f"{busy}, and {cores} idle.")
         return _Reason("preprocessing", "It computes most of that time.", advice)
     if computing is not None and computing < _WAITS:
         return _Reason("storage", "It waits most of that time, and does not compute.")
@@ -456,6 +459,12 @@ _CAUSES: Final = {
 }
 """Causes by the part of the step that they lengthen."""
 _ADVICE: Final = {
+    "storage": "Look at what it waits for: storage, the network, a lock. More workers wait side by "
+    "side; a copy on a local disk ends it.",
+    "too few workers": "Give the loader more workers (num_workers).",
+    "preprocessing": "Give the loader more workers, or cheaper transforms (smaller images, "
+    "resizing while decoding, results stored once).",
+    "loader": "Try more workers, and look at what they do.",
     "copy": "Pin memory (pin_memory=True) and copy with non_blocking=True.",
     "evaluation": "Evaluate less often, on fewer samples, or in another process.",
     "checkpoint": "Save less often, or in the background.",
@@ -464,9 +473,6 @@ _ADVICE: Final = {
     "be.",
     "stalls": "Look at what single samples wait for: a slow file, a retry, a worker that starts. A "
     "larger prefetch_factor hides short ones.",
-    "storage": "Look at what it waits for: storage, the network, a lock. More workers wait side by "
-    "side; a copy on a local disk ends it.",
-    "loader": "Try more workers, and look at what they do.",
     "memory leak": "Look at what the loop keeps: losses with their graphs, lists of outputs, a "
     "cache without a bound.",
     "interpreter lock": "Move that work to another process, or to code that gives the lock away.",
@@ -480,8 +486,8 @@ _ADVICE: Final = {
     "every some steps.",
     "optimiser": "Use fused=True or foreach=True, fewer parameter groups, or more samples a step "
     "(accumulation).",
-    "uneven ranks": "Give ranks batches of equal cost, or look for what disturbs their hosts in "
-    "turns.",
+    "uneven ranks": "Give ranks batches of equal cost, sorted by length or balanced, or look for "
+    "what disturbs their hosts in turns.",
     "slow rank": "Look at that rank's host and device: clock, temperature, other processes; and at "
     "what only this rank computes.",
     "collective": "Accumulate gradients over more batches, reduce in bf16, in larger buckets, or "

@@ -13,6 +13,7 @@ At the end the first rank prints what holds the accelerators up, on which rank, 
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import shutil
 import sys
@@ -29,6 +30,7 @@ from fuelrail.bench.studies.watch.export import log_to_wandb
 from fuelrail.bench.studies.watch.packages import watch_packages
 from fuelrail.bench.studies.watch.remedies import SECONDS, Trials
 from fuelrail.bench.studies.watch.report import RECORDS, WatchReport, conclude
+from fuelrail.bench.studies.watch.startup._fuelrail_after_import import AfterImport
 from fuelrail.pipeline.errors import ConfigError
 
 
@@ -59,6 +61,8 @@ class Session:
         self._hooks = Hooks(self.recorder, on_ask=self.before_batch, **hooks)
         has_loaders = bool(hooks.get("has_loaders"))
         self._waiting = watch_packages(self._hooks, has_loaders=has_loaders)
+        self._waiting.append(AfterImport("wandb.sdk.wandb_run", self._watch_wandb))
+        self._logged_run: Any = None
         self._trials: Trials | None = None
         atexit.register(self.close)
         Session.current = self
@@ -75,6 +79,7 @@ class Session:
         if self._trials is not None and self.recorder.num_steps and self.recorder.rank == 0:
             sys.stderr.write("fuelrail: no remedies were tried: the training made too few steps\n")
         self.recorder.close()
+        self._log_to_wandb()
         try:
             if self._is_printed and (self.is_temporary or self.recorder.rank == 0):
                 report = self.report(is_last=True)
@@ -103,12 +108,25 @@ class Session:
             is_last=is_last,
         )
 
-    def log_to_wandb(self) -> None:
+    def _watch_wandb(self, module: Any) -> None:
+        """Log to a run of W&B before it ends: when it is finished, or else when the process ends.
+
+        W&B ends a run at exit, but after what was registered since the run began.
+        """
+        self._hooks.call_before(module.Run, "finish", self._log_to_wandb)
+        register = functools.cache(lambda: atexit.register(self._log_to_wandb))
+        self._hooks.call_before(module.Run, "log", register)
+
+    def _log_to_wandb(self) -> None:
         """Log this rank's steps to the run of W&B that is active, where there is one."""
         run = getattr(sys.modules.get("wandb"), "run", None)
-        if run is not None and Session.current is self:
-            self.recorder.close()
+        if run is None or run is self._logged_run or os.getpid() != self._process:
+            return
+        self._logged_run = run
+        try:
             log_to_wandb(read_rank(rank_path(self.folder / RECORDS, self.recorder.rank)), run)
+        except Exception as error:  # noqa: BLE001 - the training was the point
+            sys.stderr.write(f"fuelrail: the watch is not logged to W&B: {error}\n")
 
 
 class Watch:
@@ -186,14 +204,7 @@ class Watch:
         self._session.try_remedies(seconds)
 
     def finish(self) -> None:
-        """End the recording, as the end of the process does, and print the verdict.
-
-        The steps are logged to a run of W&B that is active, which it is no more at the end.
-        """
-        try:
-            self._session.log_to_wandb()
-        except Exception as error:  # noqa: BLE001 - the training was the point
-            sys.stderr.write(f"fuelrail: the watch is not logged to W&B: {error}\n")
+        """End the recording, as the end of the process does, and print the verdict."""
         self._session.close()
 
 
