@@ -127,7 +127,7 @@ def find_causes(
     every = list(ranks.values())
     totals = [total_details(steps) for steps in every]
     parts = np.array([[part_times(step) for step in steps] for steps in every], np.float64)
-    wall = parts.sum(axis=2).mean(axis=0)
+    wall = np.array([[step.wall_ns for step in steps] for steps in every], np.float64).mean(axis=0)
     lost = {name: parts[:, :, PARTS.index(name)].mean(axis=0) for name in _LOST}
     lost["all_reduce"] = parts[:, :, _COLLECTIVE].min(axis=0)
     loader = _explain_loader(every, num_workers, num_cpus)
