@@ -110,16 +110,12 @@ class Pace(NamedTuple):
 
 class _Trial(NamedTuple):
     """A change, the line to change, and what makes the loader with it, given the number of batches
-    to leave out at first.
+    to leave out at first; None where the change is none for this loader.
     """
 
     name: str
     line: str
-    make: Callable[[int], Iterable[Any]]
-
-
-class _DoesNotApply(Exception):  # noqa: N818 - no error of the program
-    """A change is none for this loader."""
+    make: Callable[[int], Iterable[Any] | None]
 
 
 class Trials:
@@ -342,6 +338,8 @@ def _run_trial(
     torch.set_num_threads(1)  # the threads of the process that was forked are not here
     num_left_out = number * (_MIN_STEPS + int(seconds * 100)) * pace.num_batches
     loader = trial.make(num_left_out)
+    if loader is None:
+        return []
     batches = itertools.chain.from_iterable(itertools.repeat(loader))
     num_warm_up = epoch_steps or max(4, 2 * getattr(loader, "num_workers", 0))
     unit = epoch_steps or 1
@@ -376,8 +374,6 @@ def _in_fork(function: Callable[[], list[float]], name: str) -> list[float]:
         times = []
         try:
             times = function()
-        except _DoesNotApply:
-            pass
         except Exception as error:  # noqa: BLE001 - of a caller's own code, under a change
             sys.stderr.write(f"fuelrail: {name} was not tried: {error}\n")
         sender.send(times)
@@ -414,10 +410,9 @@ class OneThread:
 
 def _with_own_decoder(
     loader: DataLoader[Any], make: Callable[[int], Iterable[Any]], num_left_out: int
-) -> Iterable[Any]:
-    """Decode JPEGs that Pillow or OpenCV is given by our decoder, in this process and its workers.
-
-    Raises _DoesNotApply where a sample has none.
+) -> Iterable[Any] | None:
+    """Decode JPEGs that Pillow or OpenCV is given by our decoder, in this process and its workers;
+    None where a sample has none.
     """
     from fuelrail.loaders.decode.arrays import decode_jpeg
 
@@ -458,9 +453,7 @@ def _with_own_decoder(
         opencv.imread = read_image
         opencv.imdecode = decode_image
     _first_item(loader)
-    if next(num_decoded) == 0:
-        raise _DoesNotApply
-    return make(num_left_out)
+    return make(num_left_out) if next(num_decoded) else None
 
 
 def _first_item(loader: DataLoader[Any]) -> Any:
@@ -487,9 +480,9 @@ def _files_of(dataset: Any) -> list[Path]:
 
 def _shards_of(
     loader: DataLoader[Any], files: Sequence[Path], folder: Path, _: int
-) -> Iterable[Any]:
+) -> Iterable[Any] | None:
     """Convert images to shards, and return a loader of these whose images have the size that the
-    dataset gives them.
+    dataset gives them; None where it gives none.
     """
     from fuelrail.loaders.config import Transforms
     from fuelrail.loaders.loader import DataLoader as FuelrailLoader
@@ -505,7 +498,7 @@ def _shards_of(
         tuple(shape) for shape in shapes if len(shape) == 3 and 3 in (shape[0], shape[-1])
     ]
     if not sizes:
-        raise _DoesNotApply
+        return None
     is_planes = sizes[0][0] == 3
     height = sizes[0][1 if is_planes else 0]
     width = sizes[0][2 if is_planes else 1]
