@@ -76,24 +76,9 @@ def set_train_loader(trainer: Any, loader: Any) -> None:
                         "loader; resume from one that was saved after set_train_loader"
                     )
                 prepared.load_state_dict(saved["attributes"]["position"])
-            # What the Trainer is about to skip at its number of steps.
-            length = prepared.epoch_length or len(prepared)
-            accumulated = args.gradient_accumulation_steps
-            num_skipped = state.global_step % math.ceil(length / accumulated) * accumulated
-            if prepared.num_trained != num_skipped:
-                raise OrderError(
-                    f"the loader is {prepared.num_trained} batches into its epoch of "
-                    f"{len(prepared)}, and the Trainer, at step {state.global_step} with "
-                    f"gradient_accumulation_steps={accumulated}, {num_skipped} into one of "
-                    f"{length}; resume with the global batch and the accumulation of the "
-                    "checkpoint, on any number of ranks"
-                )
+            prepared.expect(state.global_step, args.gradient_accumulation_steps)
 
-    def get_train_dataloader() -> PreparedLoader:
-        prepared.epoch_length = len(prepared)
-        return prepared
-
-    trainer.get_train_dataloader = get_train_dataloader
+    trainer.get_train_dataloader = prepared.begin_training
     trainer.add_callback(OrderPosition())
 
 
@@ -108,7 +93,6 @@ class PreparedLoader(DataLoaderStateMixin):  # type: ignore[misc, unused-ignore]
     batch_size = None
     drop_last = False
     prefetch_factor = None
-    collate_fn = staticmethod(lambda batch: batch)
     _drop_last = True  # for Accelerate: no row of the last batch is to be cut
 
     def __init__(self, accelerator: Any, loader: Any) -> None:
@@ -116,8 +100,10 @@ class PreparedLoader(DataLoaderStateMixin):  # type: ignore[misc, unused-ignore]
         self.gradient_state = accelerator.gradient_state
         self._accelerator = accelerator
         self._order = getattr(loader, "sampler", loader)
-        self.epoch_length: int | None = None
+        self._epoch_length: int | None = None
         """Batches that the Trainer takes for an epoch; None: a loop of Accelerate asks nobody."""
+        self._num_trained = 0
+        """Batches of the resumed epoch that the Trainer is about to skip."""
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -129,10 +115,10 @@ class PreparedLoader(DataLoaderStateMixin):  # type: ignore[misc, unused-ignore]
         try:
             for batch in self.loader:
                 self.end_of_dataloader = self._order.steps_left == 0
-                if self.epoch_length not in (None, len(self)):
+                if self._epoch_length not in (None, len(self)):
                     raise OrderError(
                         f"this epoch has {len(self)} batches, and the Trainer counts "
-                        f"{self.epoch_length} in each; train packs with Accelerate"
+                        f"{self._epoch_length} in each; train packs with Accelerate"
                     )
                 yield send_to_device(batch, self._accelerator.device)
                 self._commit()
@@ -147,7 +133,8 @@ class PreparedLoader(DataLoaderStateMixin):  # type: ignore[misc, unused-ignore]
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last optimiser step; the same on every rank."""
         self._commit()
-        return dict(self.loader.state_dict())
+        state: dict[str, Any] = self.loader.state_dict()
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state, on any number of ranks, with an accumulation that begins."""
@@ -155,10 +142,27 @@ class PreparedLoader(DataLoaderStateMixin):  # type: ignore[misc, unused-ignore]
         self._accelerator.step = 0
         self._accelerator.sync_gradients = True
 
-    @property
-    def num_trained(self) -> int:
-        """Batches of the epoch before the position."""
-        return len(self) - (self._order.steps_left or len(self))
+    def begin_training(self) -> PreparedLoader:
+        """Return this loader to a Trainer, which takes all epochs to be as long as this one."""
+        self._epoch_length = len(self)
+        return self
+
+    def expect(self, num_updates: int, num_accumulated: int) -> None:
+        """Compare the position with what the Trainer is about to skip at its number of steps.
+
+        Raises OrderError where they differ.
+        """
+        length = self._epoch_length or len(self)
+        updates_of_epoch = num_updates % math.ceil(length / num_accumulated)
+        self._num_trained = len(self) - (self._order.steps_left or len(self))
+        if self._num_trained != updates_of_epoch * num_accumulated:
+            raise OrderError(
+                f"the loader is {self._num_trained} batches into its epoch of {len(self)}, and the "
+                f"Trainer, at step {num_updates} with gradient_accumulation_steps="
+                f"{num_accumulated}, {updates_of_epoch * num_accumulated} into one of {length}; "
+                "resume with the global batch and the accumulation of the checkpoint, on any "
+                "number of ranks"
+            )
 
     @property
     def dataset(self) -> IterableDataset[Any]:
@@ -166,12 +170,17 @@ class PreparedLoader(DataLoaderStateMixin):  # type: ignore[misc, unused-ignore]
 
         Raises AttributeError outside of a Trainer.
         """
-        if self.epoch_length is None:
+        if self._epoch_length is None:
             raise AttributeError(
                 "this loader has no dataset, and no batches to skip: load_state has restored its "
                 "position; leave skip_first_batches out"
             )
-        return RestOfEpoch(self, self.num_trained)
+        return RestOfEpoch(self, self._num_trained)
+
+    @staticmethod
+    def collate_fn(batch: Any) -> Any:
+        """Leave a batch as it is."""
+        return batch
 
 
 class RestOfEpoch(IterableDataset[Any]):
