@@ -85,6 +85,9 @@ def summed(collectives: Sequence[Collective], times: int = 1) -> list[Collective
     ]
 
 
+_name_of = cache(str)
+
+
 class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts this rank's FLOP, those of attention and of convolutions among them, and what is sent
     by kind and axis.
@@ -154,11 +157,6 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             Collective(kind=kind, axis=axis, ranks=ranks, count=count, bytes=size)
             for (kind, axis, ranks), (count, size) in sorted(self._found.items())
         ]
-
-
-@cache
-def _name_of(func: Any) -> str:
-    return str(func)
 
 
 def _query_shapes(tensors: Sequence[Tensor]) -> list[tuple[int, ...]]:

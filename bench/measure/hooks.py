@@ -70,33 +70,35 @@ class Batches:
         self,
         iterate: Callable[[], Iterator[Any]],
         recorder: Recorder,
-        on_ask: Callable[[], None] = lambda: None,
+        on_ask: Callable[[], None],
     ) -> None:
         self._recorder = recorder
         self._on_ask = on_ask
-        recorder.enter("data_wait")  # workers start
-        try:
+        with recorder.phase("data_wait"):  # workers start
             self._batches = iterate()
-        finally:
-            recorder.leave()
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Any:
-        batch = None
         self._on_ask()
-        self._recorder.ask(self._batches)
-        try:
-            batch = next(self._batches)
-        finally:
-            self._recorder.got(batch)
-        return batch
+        return _take_batch(self._recorder, self._batches, next)
 
     def __getattr__(self, name: str) -> Any:
         if name == "_batches":  # while this object is being unpickled
             raise AttributeError(name)
         return getattr(self._batches, name)
+
+
+def _take_batch(recorder: Recorder, iterator: Any, take: Callable[[Any], Any]) -> Any:
+    """Return an iterator's next batch, and note when the loop asked for it, and when it came."""
+    batch = None
+    recorder.ask(iterator)
+    try:
+        batch = take(iterator)
+        return batch
+    finally:
+        recorder.got(batch)
 
 
 class ModuleHook:
@@ -154,26 +156,31 @@ class Hooks:
             self._listen_to(model)
         if not self._modules:
             self._start_search()
+
+        def before_update(optimizer: Any, *_: Any) -> None:
+            if self._optimizer in (None, optimizer):
+                recorder.enter("optimiser")
+
+        def after_update(optimizer: Any, *_: Any) -> None:
+            if self._optimizer in (None, optimizer):
+                recorder.call(self._end_update)
+
         for handle in (
-            register_optimizer_step_pre_hook(
-                lambda optimizer, *_: recorder.call(self._before_update, optimizer)
-            ),
-            register_optimizer_step_post_hook(
-                lambda optimizer, *_: recorder.call(self._after_update, optimizer)
-            ),
+            register_optimizer_step_pre_hook(before_update),
+            register_optimizer_step_post_hook(after_update),
         ):
             self._removals.callback(handle.remove)
-        self._replace(torch.autograd, "backward", self._backward)
-        self.time_calls(torch, "save", "checkpoint")
-        self.time_calls(logging.Logger, "handle", "logging")
+        self._replace(torch.autograd, "backward", self._go_backward)
+        self.listen(torch, "save", "checkpoint")
+        self.listen(logging.Logger, "handle", "logging")
         self._replace(nn.Module, "train", self._set_mode)
         if dist.is_available():
             for name in _COLLECTIVES:
-                self.time_calls(dist, name, "all_reduce")
-            self.time_calls(dist.Work, "wait", "all_reduce")
+                self.listen(dist, name, "all_reduce")
+            self.listen(dist.Work, "wait", "all_reduce")
         if has_loaders:
-            self.watch_loader(DataLoader, "__iter__")
-            self.watch_loader(torch_loaders._BaseDataLoaderIter, "__next__")  # noqa: SLF001
+            self.listen(DataLoader, "__iter__", "iterator")
+            self.listen(torch_loaders._BaseDataLoaderIter, "__next__", "batch")  # noqa: SLF001
         gc.callbacks.append(recorder.collected)
         self._removals.callback(gc.callbacks.remove, recorder.collected)
 
@@ -187,152 +194,104 @@ class Hooks:
         self._search.close()
         self._removals.close()
 
-    def time_calls(self, owner: Any, name: str, phase: str) -> None:
-        """Count calls of a function as a phase."""
-        self._replace(owner, name, self._around(phase))
+    def listen(self, owner: Any, name: str, role: str) -> None:
+        """Note the calls of a function.
+
+        ``role``: the phase that they are; "iterator", a loader makes one that says itself when it
+        is asked for a batch; "batches", it makes another one; "batch", an iterator gives one.
+        """
+        roles = {"iterator": self._make_iterator, "batches": self._iterate, "batch": self._next}
+        self._replace(owner, name, roles.get(role) or functools.partial(self._call_in_phase, role))
 
     def call_before(self, owner: Any, name: str, call: Callable[[], Any]) -> None:
         """Make a call before each call of a function."""
 
-        def wrap(original: Any) -> Any:
-            @functools.wraps(original)
-            def both(*args: Any, **kwargs: Any) -> Any:
-                call()
-                return original(*args, **kwargs)
+        def call_both(original: Any, /, *args: Any, **kwargs: Any) -> Any:
+            call()
+            return original(*args, **kwargs)
 
-            return both
+        self._replace(owner, name, call_both)
 
-        self._replace(owner, name, wrap)
-
-    def watch_loader(self, owner: Any, name: str) -> None:
-        """Note when a loader makes an iterator, or an iterator a batch.
-
-        ``name``: "__next__"; "__iter__" of a loader whose iterators say themselves when they are
-        asked; or "iter" for `__iter__` of another one.
-        """
-        kinds = {"__next__": self._next, "__iter__": self._make_iterator, "iter": self._iterate}
-        self._replace(owner, "__iter__" if name == "iter" else name, kinds[name])
-
-    def _iterate(self, original: Any) -> Any:
-        @functools.wraps(original)
-        def iterate(loader: Any) -> Any:
-            self._recorder.note_workers(loader)
-            return Batches(lambda: original(loader), self._recorder, lambda: self._on_ask(loader))
-
-        return iterate
-
-    def _wait(self, original: Any) -> Any:
-        recorder = self._recorder
-
-        @functools.wraps(original)
-        def read(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or not tensor.is_cuda:
-                return original(tensor, *args, **kwargs)
-            asked_ns = time.monotonic_ns()
-            value = original(tensor, *args, **kwargs)
-            recorder.synced(time.monotonic_ns() - asked_ns)
-            return value
-
-        return read
-
-    def _replace(self, owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
+    def _replace(self, owner: Any, name: str, call: Callable[..., Any]) -> None:
+        """Have ``call`` called in place of a function, with it and its arguments."""
         original = getattr(owner, name)
-        wrapped = wrap(original)
-        setattr(owner, name, wrapped)
+
+        @functools.wraps(original)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            return call(original, *args, **kwargs)
 
         def restore() -> None:
             if getattr(owner, name) is wrapped:  # and nobody has wrapped it since
                 setattr(owner, name, original)
 
+        setattr(owner, name, wrapped)
         self._removals.callback(restore)
 
-    def _around(self, phase: str) -> Callable[[Any], Any]:
+    def _call_in_phase(self, phase: str, original: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or not self._recorder.is_recording:
+            return original(*args, **kwargs)
+        with self._recorder.phase(phase):
+            return original(*args, **kwargs)
+
+    def _go_backward(self, original: Any, /, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        # Before what waits for other ranks, the last gradient is computed.
+        roots = (tensors,) if isinstance(tensors, torch.Tensor) else tensors
+        has_ranks = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        has_ranks &= not torch.compiler.is_compiling() and isinstance(roots, tuple | list)
+        root = next((entry for entry in roots if entry.requires_grad), None) if has_ranks else None
+
+        def note(_: torch.Tensor) -> None:
+            # The engine's own list of what to do at the end, in which DDP's wait comes later.
+            engine = torch.autograd.Variable._execution_engine  # noqa: SLF001
+            engine.queue_callback(self._recorder.gradients_done)
+
+        handle = None if root is None else root.register_hook(note)
+        try:
+            return self._call_in_phase("backward", original, tensors, *args, **kwargs)
+        finally:
+            if handle is not None:
+                handle.remove()
+
+    def _read(self, original: Any, /, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or not tensor.is_cuda:
+            return original(tensor, *args, **kwargs)
+        asked_ns = time.monotonic_ns()
+        value = original(tensor, *args, **kwargs)
+        self._recorder.synced(time.monotonic_ns() - asked_ns)
+        return value
+
+    def _set_mode(self, original: Any, /, module: nn.Module, mode: bool = True) -> Any:
+        # Evaluation may call another module, such as a copy with averaged weights.
+        if not mode and module not in self._modules and not self._is_searching:
+            self._recorder.call(self._start_search)
+        return original(module, mode)
+
+    def _iterate(self, original: Any, /, loader: Any) -> Any:
+        self._recorder.note_workers(loader)
+        return Batches(lambda: original(loader), self._recorder, lambda: self._on_ask(loader))
+
+    def _make_iterator(self, original: Any, /, loader: Any) -> Any:
+        self._recorder.note_workers(loader)
+        with self._recorder.phase("data_wait"):  # workers start
+            iterator = original(loader)
+        self._loaders[iterator] = loader
+        return iterator
+
+    def _next(self, original: Any, /, iterator: Any) -> Any:
+        self._on_ask(self._loaders.get(iterator))
+        return _take_batch(self._recorder, iterator, original)
+
+    def _end_update(self) -> None:
         recorder = self._recorder
-
-        def wrap(original: Any) -> Any:
-            @functools.wraps(original)
-            def call(*args: Any, **kwargs: Any) -> Any:
-                if torch.compiler.is_compiling() or not recorder.is_recording:
-                    return original(*args, **kwargs)
-                recorder.enter(phase)
-                try:
-                    return original(*args, **kwargs)
-                finally:
-                    recorder.leave()
-
-            return call
-
-        return wrap
-
-    def _backward(self, original: Any) -> Any:
-        recorder = self._recorder
-        timed = self._around("backward")(original)
-
-        @functools.wraps(original)
-        def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            with _at_last_gradient(tensors, recorder.gradients_done):
-                return timed(tensors, *args, **kwargs)
-
-        return backward
-
-    def _set_mode(self, original: Any) -> Any:
-        @functools.wraps(original)
-        def train(module: nn.Module, mode: bool = True) -> Any:
-            # Evaluation may call another module, such as a copy with averaged weights.
-            if not mode and module not in self._modules and not self._is_searching:
-                self._recorder.call(self._start_search)
-            return original(module, mode)
-
-        return train
-
-    def _make_iterator(self, original: Any) -> Any:
-        recorder = self._recorder
-
-        @functools.wraps(original)
-        def make_iterator(loader: Any) -> Any:
-            recorder.note_workers(loader)
-            recorder.enter("data_wait")  # workers start
-            try:
-                iterator = original(loader)
-            finally:
-                recorder.leave()
-            self._loaders[iterator] = loader
-            return iterator
-
-        return make_iterator
-
-    def _next(self, original: Any) -> Any:
-        recorder = self._recorder
-
-        @functools.wraps(original)
-        def next_batch(iterator: Any) -> Any:
-            batch = None
-            self._on_ask(self._loaders.get(iterator))
-            recorder.ask(iterator)
-            try:
-                batch = original(iterator)
-            finally:
-                recorder.got(batch)
-            return batch
-
-        return next_batch
-
-    def _before_update(self, optimizer: Any) -> None:
-        if self._optimizer in (None, optimizer):
-            self._recorder.enter("optimiser")
-
-    def _after_update(self, optimizer: Any) -> None:
-        if self._optimizer in (None, optimizer):
-            self._recorder.leave()
-            self._recorder.updated()
-            recorder = self._recorder
-            if recorder.num_steps >= self._searches_until:
-                self._end_search()
-            is_lost = recorder.lacks_forward and not self._is_searching
-            if is_lost and self._num_searches < _MAX_SEARCHES:
-                self._searches_until = recorder.num_steps + _SEARCHED_STEPS
-                self._num_searches += 1
-                self._start_search()
+        recorder.leave()
+        recorder.updated()
+        if recorder.num_steps >= self._searches_until:
+            self._end_search()
+        is_lost = not recorder.has_forward and not self._is_searching
+        if is_lost and self._num_searches < _MAX_SEARCHES:
+            self._searches_until = recorder.num_steps + _SEARCHED_STEPS
+            self._num_searches += 1
+            self._start_search()
 
     def _end_search(self) -> None:
         self._search.close()
@@ -367,7 +326,9 @@ class Hooks:
 
     def _begin(self, module: nn.Module, *_: Any) -> None:
         is_training = module.training and torch.is_grad_enabled()
-        self._recorder.begin_forward(is_training, is_broadcast=_has_broadcast(module))
+        # DDP sends its buffers to all ranks before the module in it is called.
+        is_broadcast = isinstance(module, nn.parallel.DistributedDataParallel)
+        self._recorder.begin_forward(is_training, is_broadcast=is_broadcast)
 
     def _listen_to(self, module: nn.Module) -> None:
         """Note the calls of a module; those of another one inside it are a part of them."""
@@ -377,10 +338,10 @@ class Hooks:
         self._modules.add(module)
         for parameter in module.parameters():
             self._sizes[id(parameter)] = parameter.numel()
-            if parameter.is_cuda and not recorder.is_on_device:
+            if parameter.is_cuda and recorder.device is None:
                 recorder.use_device(parameter.device)
                 for name in _READS:
-                    self._replace(torch.Tensor, name, self._wait)
+                    self._replace(torch.Tensor, name, self._read)
         recorder.num_parameters = sum(self._sizes.values())
         before = ModuleHook(recorder, self._begin)
         after = ModuleHook(recorder, lambda *_: recorder.end_forward())
@@ -388,39 +349,9 @@ class Hooks:
             module.register_forward_pre_hook(before, prepend=True),
             module.register_forward_hook(after, always_call=True),
         ]
-        inner = getattr(module, "module", None)
-        if _has_broadcast(module) and isinstance(inner, nn.Module):
+        if isinstance(module, nn.parallel.DistributedDataParallel):
             synced = ModuleHook(recorder, lambda *_: recorder.end_broadcast())
-            handles.append(inner.register_forward_pre_hook(synced, prepend=True))
-            self._listen_to(inner)  # which evaluation often calls
+            handles.append(module.module.register_forward_pre_hook(synced, prepend=True))
+            self._listen_to(module.module)  # which evaluation often calls
         for handle in handles:
             self._removals.callback(handle.remove)
-
-
-def _has_broadcast(module: nn.Module) -> bool:
-    """Return whether a module sends its buffers to all ranks before the module in it is called."""
-    return isinstance(module, nn.parallel.DistributedDataParallel)
-
-
-@contextlib.contextmanager
-def _at_last_gradient(tensors: Any, call: Callable[[], None]) -> Iterator[None]:
-    """Call a function, in a backward pass from these tensors, when the last gradient is computed,
-    before what waits for other ranks. Without other ranks it is not called.
-    """
-    roots = (tensors,) if isinstance(tensors, torch.Tensor) else tensors
-    has_ranks = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    if torch.compiler.is_compiling() or not has_ranks or not isinstance(roots, tuple | list):
-        yield
-        return
-
-    def note(_: torch.Tensor) -> None:
-        # The engine's own list of what to do at the end, in which DDP's wait comes later.
-        torch.autograd.Variable._execution_engine.queue_callback(call)  # noqa: SLF001
-
-    root = next((entry for entry in roots if entry.requires_grad), None)
-    handle = None if root is None else root.register_hook(note)
-    try:
-        yield
-    finally:
-        if handle is not None:
-            handle.remove()

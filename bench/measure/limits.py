@@ -7,6 +7,7 @@ question.
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 from collections.abc import Callable, Collection, Sequence
@@ -83,7 +84,8 @@ def measure_limits(
         for frame, span in zip(stored, spans, strict=True)
     ]
     images = [list(entry.sample.images.values()) for entry in parsed]
-    scales = [image_map.max_scale for entry in parsed for maps in entry.maps for image_map in maps]
+    all_maps = itertools.chain.from_iterable(entry.maps for entry in parsed)
+    scales = [image_map.max_scale for maps in all_maps for image_map in maps]
     formats = {probe(image).format for entry in parsed for image in entry.sample.images.values()}
     # The largest divisor by which libjpeg-turbo may shrink for every map of the samples.
     factor = None

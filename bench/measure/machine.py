@@ -91,15 +91,8 @@ def machine_facts() -> MachineFacts:
         commit = _git(root, "rev-parse", "HEAD") or None
         # Result files are what a measurement writes, also while it runs: they do not change what
         # is measured.
-        status = _git(
-            root,
-            "status",
-            "--porcelain",
-            "--untracked-files=no",
-            "--",
-            ".",
-            ":(exclude)bench/results",
-        )
+        command = "status --porcelain --untracked-files=no -- . :(exclude)bench/results"
+        status = _git(root, *command.split())
     # What follows the number of the kernel's release is free text that may name a site.
     release = re.match(r"[\d.]*\d", platform.release())
     return MachineFacts(

@@ -55,7 +55,6 @@ _COPIES: Final = ("data_wait", "forward"), ("data_wait", "all_reduce")
 
 _MAX_MARKS: Final = 1024
 _MAX_PENDING: Final = 64
-_MAX_EVENTS: Final = 4096
 _NUM_RECORDS: Final = 1 << 16
 """Records before each one sums up twice as many steps."""
 _CPU_EVERY_NS: Final = NS_PER_S
@@ -73,23 +72,6 @@ class _Mark(NamedTuple):
     cpu_ns: int
     queued_ns: int
     event: Any
-
-
-class _CpuTimes(NamedTuple):
-    """CPU time of this process, of its trainer's thread, of its children, of all processes of the
-    host, what that thread, all threads and the living children stood in the queue for a CPU, the
-    time [ns], and the resident memory of process and children [bytes].
-    """
-
-    process_ns: int
-    trainer_ns: int
-    workers_ns: int
-    host_ns: int
-    queued_ns: int
-    threads_queued_ns: int
-    workers_queued_ns: int
-    now_ns: int
-    memory_bytes: int
 
 
 class _Step(NamedTuple):
@@ -138,7 +120,12 @@ class Recorder:
         self.num_workers = 0
         self.num_parameters = 0
         self.gaps = _GAPS if folder is not None else {}
-        self._device: Any = None  # a torch.device of CUDA
+        self.device: Any = None
+        """A torch.device of CUDA, by whose events phases are timed."""
+        self.has_forward = False
+        """Whether the step had a forward pass so far: if none has, no module is known to be the
+        model.
+        """
         self._gpu: NvmlWatch | None = None
         self._writer: RankWriter | None = None
         self._marks: list[_Mark] = []
@@ -150,21 +137,15 @@ class Recorder:
         self._epoch = 0
         self._num_samples = 0
         self._num_batches = 0
-        self._sync_ns = 0
-        self._num_counted = 0
-        self._num_idle = 0
-        self._has_forward = False
+        self._details = StepDetails()  # of the step under way
         self._is_trained = False
         self._is_evaluated = False
         self._is_evaluating = False
-        self._is_updated = False
+        self._updated_at: int | None = None  # the mark at the step's last update
         self._was_updated = False
-        self._updated_at = 0
         self._is_after_pause = False
-        self._collector_ns = 0
         self._collecting_since_ns = 0
         self._pending: deque[_Step] = deque()
-        self._events: list[Any] = []
         self._device_ns = 0
         self._sum: StepRecord | None = None
         self._has_host_cpu = usable_cpus() == os.cpu_count()
@@ -197,11 +178,10 @@ class Recorder:
 
     def use_device(self, device: Any) -> None:
         """Time phases by events of a CUDA device (``torch.device``) from the next step on."""
-        if self._device is None:
-            self._device = device
-            self._marks.clear()
-            if self.folder is not None:  # else the loop watches its GPUs itself
-                self._gpu = self._files.enter_context(NvmlWatch(1, first=device.index))
+        self.device = device
+        self._marks.clear()
+        if self.folder is not None:  # else the loop watches its GPUs itself
+            self._gpu = self._files.enter_context(NvmlWatch(1, first=device.index))
 
     @_guarded
     def ask(self, batches: Any = None) -> None:
@@ -211,10 +191,10 @@ class Recorder:
         self._num_asking += 1
         if self._num_asking > 1:  # a loader inside a loader
             return
-        made = getattr(batches, "_data_queue", None)  # of torch's iterator with workers
-        if made is not None:
-            self._num_counted += 1
-            self._num_idle += made.qsize() >= batches._tasks_outstanding  # noqa: SLF001
+        queue = getattr(batches, "_data_queue", None)  # of torch's iterator with workers
+        if queue is not None:
+            self._details.num_counted += 1
+            self._details.num_idle += queue.qsize() >= batches._tasks_outstanding  # noqa: SLF001
         # What an exception has left open.
         self._stack.clear()
         self._num_ignored = 0
@@ -224,16 +204,14 @@ class Recorder:
             self._end_evaluation()
         elif self._is_evaluated and not self._is_trained:
             # The batch was only evaluated, so its wait was part of that.
-            self._drop_marks(self._batch_at + 1)
+            del self._marks[self._batch_at + 1 :]
             self._end_evaluation()
         else:
             self._mark("other")
         is_batch = not self._was_updated and self._num_batches >= _STEPS_ARE_BATCHES
-        is_long = len(self._marks) >= _MAX_MARKS
-        if self.folder is not None and self._is_updated:
+        is_over = len(self._marks) >= _MAX_MARKS or (is_batch and self._is_trained)
+        if self.folder is not None and (is_over or self._updated_at is not None):
             self._close(self._updated_at)
-        elif self.folder is not None and (is_long or (is_batch and self._is_trained)):
-            self._close(len(self._marks) - 1)
         self._write_passed()
         self._batch_at = len(self._marks) - 1
         self._is_evaluated = False
@@ -270,7 +248,7 @@ class Recorder:
             return
         if not is_training:
             self._is_evaluated = True
-        self._has_forward = True
+        self.has_forward = True
         self.enter("all_reduce" if is_broadcast else "forward")
 
     @_guarded
@@ -303,7 +281,7 @@ class Recorder:
             self._end_evaluation()
         else:
             gap = (self._last, phase)
-            is_copy = self._device is not None and gap in _COPIES
+            is_copy = self.device is not None and gap in _COPIES
             self._mark("host_to_device" if is_copy else self.gaps.get(gap, "other"))
         self._stack.append(phase)
         if phase == "backward":
@@ -334,7 +312,7 @@ class Recorder:
         """
         if not self.is_recording or self._stack[-1:] != ["backward"]:
             return
-        if self._device is None and get_ident() != self.thread:
+        if self.device is None and get_ident() != self.thread:
             return  # another thread has times of its own
         try:
             self._mark("backward")
@@ -350,13 +328,12 @@ class Recorder:
     @_guarded
     def updated(self) -> None:
         """Note that an optimiser made its step."""
-        self._is_updated = True
         self._was_updated = True
         self._updated_at = len(self._marks) - 1
 
     def synced(self, host_ns: int) -> None:
         """Note that the host has waited for a value of the device."""
-        self._sync_ns += host_ns
+        self._details.sync_ns += host_ns
 
     def collected(self, phase: str, _: Any) -> None:
         """Count garbage collection; an entry of ``gc.callbacks``."""
@@ -364,12 +341,7 @@ class Recorder:
         if phase == "start":
             self._collecting_since_ns = now_ns
         elif self._collecting_since_ns:
-            self._collector_ns += now_ns - self._collecting_since_ns
-
-    @property
-    def is_on_device(self) -> bool:
-        """Whether phases are timed on a device."""
-        return self._device is not None
+            self._details.collector_ns += now_ns - self._collecting_since_ns
 
     @property
     def is_idle(self) -> bool:
@@ -377,26 +349,20 @@ class Recorder:
         is_outside = self._stack in ([], ["optimiser"])
         return self.is_recording and is_outside and get_ident() == self.thread
 
-    @property
-    def lacks_forward(self) -> bool:
-        """Whether no module is known to be the model: the last step had no forward pass."""
-        return not self._has_forward
-
     def take_step(self) -> StepRecord:
         """End the step here, wait for the device, and return the record."""
         self._mark("other")
-        self._close(len(self._marks) - 1)
+        self._close(None)
         step = self._pending.pop()
         last = step.marks[-1].event
         if last is not None:
             last.synchronize()
-        self._reuse(step.marks[:-1])  # the next step begins with the last one
         return self._record_of(step)
 
     @property
     def is_at_border(self) -> bool:
         """Whether the loop has made a step's update, and nothing of the next step."""
-        return self.is_idle and self._is_updated and not self._is_evaluating
+        return self.is_idle and self._updated_at is not None and not self._is_evaluating
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
@@ -409,8 +375,7 @@ class Recorder:
         try:
             yield
         finally:
-            self._drop_marks(1)
-            self._marks.clear()  # the event of the first one is of the step before, too
+            self._marks.clear()
             self._cpu = self._read_cpu()
             self._is_after_pause = True
             self.is_recording = True
@@ -418,7 +383,7 @@ class Recorder:
     def close(self) -> None:
         """Write what is left, and record no more."""
         try:
-            if self.is_recording and self._is_updated and self._marks:
+            if self.is_recording and self._updated_at is not None and self._marks:
                 self._close(self._updated_at)
             self._write_passed()
             if self._sum is not None and self._writer is not None:
@@ -436,13 +401,10 @@ class Recorder:
 
     def _mark(self, phase: str) -> None:
         event = None
-        if self._device is not None:
-            if self._events:
-                event = self._events.pop()
-            else:
-                import torch
+        if self.device is not None:
+            import torch
 
-                event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             event.record()
         self._marks.append(
             _Mark(
@@ -457,45 +419,30 @@ class Recorder:
     def _end_evaluation(self) -> None:
         self._is_evaluating = False
         if self._marks[-1].phase == "evaluation":  # one mark for all its batches
-            self._drop_marks(len(self._marks) - 1)
+            del self._marks[-1]
         self._mark("evaluation")
 
-    def _drop_marks(self, first: int) -> None:
-        self._reuse(self._marks[first:])
-        del self._marks[first:]
-
-    def _reuse(self, marks: list[_Mark]) -> None:
-        if len(self._events) < _MAX_EVENTS:
-            self._events += [mark.event for mark in marks if mark.event is not None]
-
-    def _close(self, end: int) -> None:
-        """End the step at a mark, with which the next one begins."""
-        details = StepDetails(
-            collector_ns=self._collector_ns,
-            sync_ns=self._sync_ns,
-            num_counted=self._num_counted,
-            num_idle=self._num_idle,
-        )
-        last = self._marks[-1]
-        if last.ns - self._cpu.now_ns >= _CPU_EVERY_NS:
+    def _close(self, end: int | None) -> None:
+        """End the step at a mark, with which the next one begins; None: at the last one."""
+        end = len(self._marks) - 1 if end is None else end
+        details = self._details
+        self._details = StepDetails()
+        if self._marks[-1].ns - self._cpu["cpu_wall_ns"] >= _CPU_EVERY_NS:
             before = self._cpu
-            now = self._cpu = self._read_cpu()
-            details.process_cpu_ns = now.process_ns - before.process_ns
-            details.workers_cpu_ns = max(0, now.workers_ns - before.workers_ns)
-            details.host_cpu_ns = now.host_ns - before.host_ns
-            details.trainer_queued_ns = now.queued_ns - before.queued_ns
-            queued_ns = now.workers_queued_ns - before.workers_queued_ns
-            details.workers_queued_ns = max(0, queued_ns)
-            details.cpu_wall_ns = now.now_ns - before.now_ns
-            details.trainer_cpu_ns = now.trainer_ns - before.trainer_ns
-            queued_ns = now.threads_queued_ns - before.threads_queued_ns
-            details.threads_queued_ns = max(0, queued_ns)
-            details.lock_ns = self._wait_for_lock()
-            details.memory_bytes = now.memory_bytes
-            if self._device is not None:
+            self._cpu = self._read_cpu()
+            for name, total in self._cpu.items():
+                setattr(details, name, max(0, total - before[name]))
+            details.memory_bytes = self._cpu["memory_bytes"]
+            # What the thread waits for Python's lock, which it needs after a sleep.
+            queued_ns = self._read_queued()
+            asked_ns = time.monotonic_ns()
+            time.sleep(_NAP_S)
+            waited_ns = time.monotonic_ns() - asked_ns - round(_NAP_S * NS_PER_S)
+            details.lock_ns = max(0, waited_ns - (self._read_queued() - queued_ns))
+            if self.device is not None:
                 import torch
 
-                details.device_bytes = torch.cuda.memory_allocated(self._device)
+                details.device_bytes = torch.cuda.memory_allocated(self.device)
         step = _Step(
             marks=self._marks[: end + 1],
             epoch=self._epoch,
@@ -508,13 +455,9 @@ class Recorder:
         if len(self._pending) > _MAX_PENDING:
             self._pending.popleft()
         self._marks = self._marks[end:]
-        self._collector_ns = 0
         self._num_samples = 0
-        self._sync_ns = 0
-        self._num_counted = 0
-        self._num_idle = 0
-        self._is_updated = False
-        self._has_forward = False
+        self._updated_at = None
+        self.has_forward = False
 
     def _write_passed(self) -> None:
         """Write the steps whose marks the device has passed."""
@@ -523,8 +466,33 @@ class Recorder:
             if event is not None and not event.query():
                 return
             step = self._pending.popleft()
-            self._write(self._record_of(step))
-            self._reuse(step.marks[:-1])  # the next step begins with the last one
+            if self._writer is None:
+                import torch
+
+                assert self.folder is not None
+                self.folder.mkdir(parents=True, exist_ok=True)
+                writer = RankWriter(rank_path(self.folder, self.rank))
+                self._writer = self._files.enter_context(writer)
+                backend = None
+                if torch.distributed.is_available() and torch.distributed.is_initialized():
+                    backend = torch.distributed.get_backend()
+                device = f"CPU, {torch.get_num_threads()} threads"
+                if self.device is not None:
+                    device = torch.cuda.get_device_name(self.device)
+                header = RankHeader(
+                    device=device,
+                    backend=backend,
+                    num_parameters=self.num_parameters,
+                    world=self.world,
+                    num_workers=self.num_workers,
+                )
+                self._writer.write(header)
+            record = self._record_of(step)
+            self._sum = record if self._sum is None else _add(self._sum, record)
+            stride = 1 << (record.step // _NUM_RECORDS).bit_length()
+            if (record.step + 1) % stride == 0:
+                self._writer.write(self._sum)
+                self._sum = None
 
     def _record_of(self, step: _Step) -> StepRecord:
         durations: dict[str, Any] = dict.fromkeys((*PHASES, *NAMED), 0)
@@ -546,7 +514,7 @@ class Recorder:
             setattr(step.details, f"{part}_ns", durations.pop(part))
         step.details.data_cpu_ns = cpu_ns["data_wait"]
         step.details.data_queued_ns = queued_ns["data_wait"]
-        is_host = self._device is None
+        is_host = self.device is None
         start_ns = step.marks[0].ns
         # The device's own time, which runs behind the host's by a step or more.
         start_ns = start_ns if is_host else self._device_ns or start_ns
@@ -574,51 +542,14 @@ class Recorder:
             **{f"{phase}_ns": duration_ns for phase, duration_ns in durations.items()},
         )
 
-    def _write(self, record: StepRecord) -> None:
-        if self._writer is None:
-            assert self.folder is not None
-            self.folder.mkdir(parents=True, exist_ok=True)
-            writer = RankWriter(rank_path(self.folder, self.rank))
-            self._writer = self._files.enter_context(writer)
-            self._writer.write(self._header())
-        self._sum = record if self._sum is None else _add(self._sum, record)
-        stride = 1 << (record.step // _NUM_RECORDS).bit_length()
-        if (record.step + 1) % stride == 0:
-            self._writer.write(self._sum)
-            self._sum = None
-
-    def _header(self) -> RankHeader:
-        import torch
-
-        backend = None
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            backend = torch.distributed.get_backend()
-        device = f"CPU, {torch.get_num_threads()} threads"
-        if self._device is not None:
-            device = torch.cuda.get_device_name(self._device)
-        return RankHeader(
-            device=device,
-            backend=backend,
-            num_parameters=self.num_parameters,
-            world=self.world,
-            num_workers=self.num_workers,
-        )
-
     def _read_queued(self) -> int:
         """Return what the trainer's thread stood in the queue for a CPU [ns]."""
         if self._statistics is None:
             return 0
         return int(os.pread(self._statistics.fileno(), 64, 0).split()[1])
 
-    def _wait_for_lock(self) -> int:
-        """Return what the trainer's thread waits for Python's lock when it needs it [ns]."""
-        queued_ns = self._read_queued()
-        asked_ns = time.monotonic_ns()
-        time.sleep(_NAP_S)
-        waited_ns = time.monotonic_ns() - asked_ns - round(_NAP_S * NS_PER_S)
-        return max(0, waited_ns - (self._read_queued() - queued_ns))
-
-    def _read_cpu(self) -> _CpuTimes:
+    def _read_cpu(self) -> dict[str, int]:
+        """Return the totals so far whose growth is in `StepDetails`, and the memory that is held."""
         ended = resource.getrusage(resource.RUSAGE_CHILDREN)
         workers_s = ended.ru_utime + ended.ru_stime
         workers_queued_ns = 0
@@ -635,17 +566,17 @@ class Recorder:
                 workers_s += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
                 workers_queued_ns += int(Path(f"/proc/{child}/schedstat").read_text().split()[1])
         host_s = (all_cpu_s() or 0.0) if self._has_host_cpu else 0.0
-        return _CpuTimes(
-            process_ns=time.process_time_ns(),
-            trainer_ns=time.thread_time_ns(),
-            workers_ns=round(workers_s * NS_PER_S),
-            host_ns=round(host_s * NS_PER_S),
-            queued_ns=self._read_queued(),
-            threads_queued_ns=threads_queued_ns,
-            workers_queued_ns=workers_queued_ns,
-            now_ns=time.monotonic_ns(),
-            memory_bytes=num_pages * os.sysconf("SC_PAGE_SIZE"),
-        )
+        return {
+            "process_cpu_ns": time.process_time_ns(),
+            "trainer_cpu_ns": time.thread_time_ns(),
+            "workers_cpu_ns": round(workers_s * NS_PER_S),
+            "host_cpu_ns": round(host_s * NS_PER_S),
+            "trainer_queued_ns": self._read_queued(),
+            "threads_queued_ns": threads_queued_ns,
+            "workers_queued_ns": workers_queued_ns,
+            "cpu_wall_ns": time.monotonic_ns(),
+            "memory_bytes": num_pages * os.sysconf("SC_PAGE_SIZE"),
+        }
 
 
 _SUMMED: Final = tuple(

@@ -195,10 +195,10 @@ class _Objects(BaseHTTPRequestHandler):
             self.end_headers()
             return
         size = file.stat().st_size
-        asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
-        first = int(asked[1]) if asked else 0
-        end = min(int(asked[2]) + 1 if asked and asked[2] else size, size)
-        self.send_response(206 if asked else 200)
+        span = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+        first = int(span[1]) if span else 0
+        end = min(int(span[2]) + 1 if span and span[2] else size, size)
+        self.send_response(206 if span else 200)
         self.send_header("Content-Length", str(end - first))
         self.send_header("Content-Range", f"bytes {first}-{end - 1}/{size}")
         self.send_header("ETag", '"1"')
@@ -320,7 +320,7 @@ def measure_case(place: Literal["folder", "s3"], root: Path, num_rounds: int) ->
         place=place,
         num_rows=len(open_dataset(root)),
         index_bytes=(root / INDEX_FILE).stat().st_size,
-        **{name: [each[name] for each in rounds] for name in rounds[0]},
+        **{name: [times[name] for times in rounds] for name in rounds[0]},
     )
 
 
@@ -329,14 +329,14 @@ def render(report: BrowseTimes) -> str:
     rows = []
     for case in report.cases:
         times = (case.open_s, case.first_sample_s, case.list_s, case.line_s)
-        most = (case.requests_of_steps, case.requests_of_jumps)
+        counts = (case.requests_of_steps, case.requests_of_jumps)
         rows.append(
             (
                 f"{case.num_rows:,}",
                 "a folder" if case.place == "folder" else "S3",
                 *(f"{statistics.median(seconds):.2f}" for seconds in times),
                 f"{max(case.own_bytes) / 1e6:.0f}",
-                *(f"{max(requests):.0f}" if requests else "" for requests in most),
+                *(f"{max(requests):.0f}" if requests else "" for requests in counts),
             )
         )
     return markdown_table(HEADER, rows)

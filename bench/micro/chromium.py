@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import itertools
 import json
@@ -54,8 +53,26 @@ class Page:
         if self._session is not None:
             request["sessionId"] = self._session
         os.write(self._writing, json.dumps(request).encode() + b"\0")
-        while (answer := self._receive()).get("id") != number:
-            pass
+        answer: dict[str, Any] = {}
+        while answer.get("id") != number:
+            while b"\0" not in self._data:
+                readable, _, _ = select.select([self._reading], [], [], _LIMIT_S)
+                assert readable, "chromium does not answer"
+                part = os.read(self._reading, 1 << 20)
+                assert part, "chromium ended"
+                self._data += part
+            text, _, self._data = self._data.partition(b"\0")
+            answer = json.loads(text)
+            event = answer.get("params", {})
+            match answer.get("method"):
+                case "Runtime.exceptionThrown":
+                    self.complaints.append(json.dumps(event["exceptionDetails"]))
+                case "Runtime.consoleAPICalled":
+                    self.complaints.append(json.dumps(event["args"]))
+                case "Log.entryAdded":
+                    self.complaints.append(json.dumps(event["entry"])[:500])
+                case "Page.javascriptDialogOpening":
+                    self.complaints.append("a dialog opened")
         assert "error" not in answer, answer
         result: dict[str, Any] = answer["result"]
         return result
@@ -80,7 +97,9 @@ class Page:
     def press(self, key: str) -> None:
         """Press a key and let it go."""
         for kind in ("keyDown", "keyUp"):
-            text = _TEXTS.get(key, key if len(key) == 1 else "") if kind == "keyDown" else ""
+            text = ""
+            if kind == "keyDown":
+                text = _TEXTS.get(key, key if len(key) == 1 else "")
             code = _CODES.get(key, 0)
             self.call(
                 "Input.dispatchKeyEvent", type=kind, key=key, text=text, windowsVirtualKeyCode=code
@@ -91,34 +110,9 @@ class Page:
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.call("Emulation.setDeviceMetricsOverride", **size)
 
-    def screenshot(self) -> bytes:
-        """Return the window's pixels as a PNG."""
-        return base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
-
-    def _receive(self) -> dict[str, Any]:
-        while b"\0" not in self._data:
-            readable, _, _ = select.select([self._reading], [], [], _LIMIT_S)
-            assert readable, "chromium does not answer"
-            part = os.read(self._reading, 1 << 20)
-            assert part, "chromium ended"
-            self._data += part
-        text, _, self._data = self._data.partition(b"\0")
-        said: dict[str, Any] = json.loads(text)
-        params = said.get("params", {})
-        match said.get("method"):
-            case "Runtime.exceptionThrown":
-                self.complaints.append(json.dumps(params["exceptionDetails"]))
-            case "Runtime.consoleAPICalled":
-                self.complaints.append(json.dumps(params["args"]))
-            case "Log.entryAdded":
-                self.complaints.append(json.dumps(params["entry"])[:500])
-            case "Page.javascriptDialogOpening":
-                self.complaints.append("a dialog opened")
-        return said
-
 
 @contextlib.contextmanager
-def open_page(url: str, profile: Path, size: tuple[int, int] = (1400, 900)) -> Iterator[Page]:
+def open_page(url: str, profile: Path) -> Iterator[Page]:
     """Chromium with a new profile in this folder, on a page; it has ended when the block ends."""
     assert CHROMIUM is not None
     child_reads, we_write = os.pipe()
@@ -142,7 +136,7 @@ def open_page(url: str, profile: Path, size: tuple[int, int] = (1400, 900)) -> I
     os.close(child_writes)
     try:
         page = Page(we_read, we_write)
-        page.resize(*size)
+        page.resize(1400, 900)
         page.call("Page.navigate", url=url)
         yield page
     finally:

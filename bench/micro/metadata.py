@@ -122,10 +122,8 @@ def pyarrow_row(
     """Return the same row through pyarrow's own conversion to Python."""
     row: dict[str, Any] = table.slice(number, 1).to_pylist()[0]
     for member in row["members"]:
-        member["name"], member["codec"] = (
-            names[member["name"]],
-            codecs[member["codec"]],
-        )
+        member["name"] = names[member["name"]]
+        member["codec"] = codecs[member["codec"]]
     return row
 
 

@@ -54,9 +54,8 @@ _NUM_STEPS: Final = 120
 _NUM_SLOW_STEPS: Final = 60
 _WARM_UP: Final = 10
 _BATCH: Final = 4
-_HEIGHT, _WIDTH = 180, 320
-
-
+_HEIGHT: Final = 180
+_WIDTH: Final = 320
 _SLOWER_VARIABLE: Final = "FUELRAIL_REMEDIES_SLOWER"
 
 
@@ -194,7 +193,7 @@ def compare(case: str, folder: Path) -> dict[str, Any]:
     for number in range(1, 4 if slower() == 1 else 2):
         step_ms, _ = train(case, folder, is_applied=number % 2 == 1, is_tried=False)
         turns.append(step_ms)
-    made = 1 - sum(turns[1::2]) / sum(turns[::2])
+    gain = 1 - sum(turns[1::2]) / sum(turns[::2])
     prediction = next(entry for entry in tried if entry["name"] == remedy)
     return {
         "case": case,
@@ -202,8 +201,8 @@ def compare(case: str, folder: Path) -> dict[str, Any]:
         "steps_ms": turns,
         "predicted": prediction["gain"],
         "interval": [prediction["low"], prediction["high"]],
-        "made": made,
-        "is_within_a_tenth": abs(prediction["gain"] - made) <= 0.1,
+        "made": gain,
+        "is_within_a_tenth": abs(prediction["gain"] - gain) <= 0.1,
     }
 
 
@@ -240,12 +239,11 @@ def main() -> None:
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
             cases.append(json.loads(done.stdout.splitlines()[-1]))
             print(json.dumps(cases[-1]), flush=True)  # noqa: T201
-    use = watch.use()
     result = {
         "benchmark": "remedies",
         "slower": slower(),
         "machine": msgspec.to_builtins(machine_facts()),
-        "disturbed": None if use is None else use.disturbed,
+        "disturbed": watch.use().disturbed,
         "num_within_a_tenth": sum(row["is_within_a_tenth"] for row in cases),
         "cases": cases,
     }

@@ -184,14 +184,11 @@ class LapClock:
         self.taken_s.append(time.perf_counter() - started)
         self.cpu_s.append(_cpu_s() - before)
 
-    def over(self, second: LapClock, num_rounds: int, *, cpu: bool = False) -> Quartiles:
+    def over(self, second: LapClock, num_rounds: int) -> Quartiles:
         """Return how many times as fast as another one it is, by round; the calls before the first
         only warm up.
-
-        ``cpu``: by CPU time.
         """
-        ours, theirs = (self.cpu_s, second.cpu_s) if cpu else (self.taken_s, second.taken_s)
-        ratios = np.divide(theirs[-num_rounds:], ours[-num_rounds:])
+        ratios = np.divide(second.taken_s[-num_rounds:], self.taken_s[-num_rounds:])
         return Quartiles(*np.quantile(ratios, (0.25, 0.5, 0.75)).tolist())
 
 

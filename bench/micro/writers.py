@@ -339,5 +339,5 @@ def candidates(
         with_command, root, num_cpus, work / "fuelrail", "--jpeg", "restart"
     )
     for title, digests in FLOORS.items():
-        works[title] = partial(with_floor, files, num_cpus, digests, work / "floor")
+        works[title] = partial(with_floor, files, num_cpus, digests=digests, out=work / "floor")
     return works, missing

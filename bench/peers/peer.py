@@ -291,7 +291,8 @@ def seen_box(
     """Return the part of the source that the output shows: left, upper, right, lower, in source
     pixels.
     """
-    (width, height), (out_width, out_height) = source_wh, out_wh
+    width, height = source_wh
+    out_width, out_height = out_wh
     scale = max(out_width / width, out_height / height)
     # The resized picture has whole pixels, and the crop begins at one.
     resized_width = int(width * scale)

@@ -99,8 +99,10 @@ def _buffered(samples: Iterable[RawSample], rng: random.Random) -> Iterator[RawS
         waiting.append(sample)
         if len(waiting) > _SHUFFLE_BUFFER:
             index = rng.randrange(len(waiting))
-            waiting[index], waiting[-1] = waiting[-1], waiting[index]
-            yield waiting.pop()
+            sample = waiting[index]
+            waiting[index] = waiting[-1]
+            waiting.pop()
+            yield sample
     rng.shuffle(waiting)
     yield from waiting
 

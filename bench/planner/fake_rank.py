@@ -15,7 +15,7 @@ What of torch is private is in :mod:`~fuelrail.bench.planner.torch_private`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache, partial
+from functools import cache
 from itertools import chain
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -27,7 +27,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.tensor import DTensor
 
 from fuelrail.bench.measure.collectives import (
     Collective,
@@ -55,13 +54,13 @@ from fuelrail.bench.trainer.models.settings import (
 )
 from fuelrail.bench.trainer.strategies.optimiser import DTYPES, autocast
 from fuelrail.bench.trainer.strategies.parallel import make_mesh, parallelise
+from fuelrail.bench.trainer.strategies.step import local
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.runtime.stages import stage_error
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from fuelrail.bench.trainer.models.staged import StagedModel
     from fuelrail.bench.trainer.strategies.settings import (
         Degrees,
         ParallelSettings,
@@ -180,17 +179,16 @@ def run_rank(
                     "head.vocabulary": VOCABULARY_PART,
                 }
         stage = 0 if degrees.pp == 1 or mesh is None else int(mesh.get_local_rank("pp"))
-        hidden = (
-            _hidden(
-                module,
-                example=example,
-                stage=stage,
-                degrees=degrees,
-                settings=model,
-            )
-            if degrees.pp > 1
-            else None
-        )
+        hidden: Tensor | None = None
+        if degrees.pp > 1:  # what the stage receives, or the first one sends
+            num_blocks = len(module.blocks) * stage // degrees.pp
+            with torch.no_grad():
+                hidden = module.stem(*example)
+                for block in list(module.blocks)[:num_blocks]:
+                    hidden = block(hidden)
+            assert hidden is not None
+            if isinstance(model, (GptSettings, VitSettings)):  # tensor parallel divides its tokens
+                hidden = hidden.narrow(1, 0, hidden.shape[1] // degrees.tp)
         exact: Precision = "fp32" if precision == "fp16" else precision
         parts = settings.micro_batches or ROWS
         rank_settings = msgspec.structs.replace(
@@ -259,32 +257,13 @@ def _example(model: ModelSettings, inputs: Inputs) -> tuple[Tensor, ...]:
     if isinstance(model, GptSettings):
         return torch.zeros(count, model.context + 1, dtype=torch.long), torch.ones(count)
     return (
-        torch.zeros(count, cameras, 3, inputs.height, inputs.width, dtype=torch.uint8),
+        torch.zeros((count, cameras, 3, inputs.height, inputs.width), dtype=torch.uint8),
         torch.ones(count, cameras),
         torch.zeros(count, cameras, 3, 3),
         torch.zeros(count, cameras, 4, 4),
         torch.zeros(count, model.grid**2),
         torch.ones(count),
     )
-
-
-def _hidden(
-    model: StagedModel,
-    example: Sequence[Tensor],
-    stage: int,
-    degrees: Degrees,
-    settings: ModelSettings | str,
-) -> Tensor:
-    """Return the hidden states that a stage receives, or the first one sends, on the meta
-    device.
-    """
-    with torch.no_grad():
-        hidden: Tensor = model.stem(*example)
-        for block in list(model.blocks)[: len(model.blocks) * stage // degrees.pp]:
-            hidden = block(hidden)
-    if isinstance(settings, (GptSettings, VitSettings)):  # whose tokens tensor parallel divides
-        hidden = hidden.narrow(1, 0, hidden.shape[1] // degrees.tp)
-    return hidden
 
 
 class _Passes:
@@ -336,10 +315,12 @@ class _Passes:
                 for parameter, bucket in (
                     zip(learnt, buckets, strict=True) if last and copied else ()
                 ):
+
+                    def move(parameter: Tensor, bucket: Tensor = bucket) -> None:
+                        parameter.grad = bucket
+
                     # DDP copies a gradient into its bucket, and frees it, once it is whole.
-                    parameter.register_post_accumulate_grad_hook(
-                        partial(_into_bucket, bucket=bucket)
-                    )  # type: ignore[no-untyped-call]
+                    parameter.register_post_accumulate_grad_hook(move)  # type: ignore[no-untyped-call]
                 forward, backward, end, activation_bytes = self._pass(tracker, last=last)
                 counters = (forward, backward, end)
                 operators = forward.operators + backward.operators
@@ -351,7 +332,7 @@ class _Passes:
             sent[2] = [item for item in beyond if item.count > 0]
         kinds = sorted({kind for noted in (*forward.noted, *backward.noted) for kind in noted})
         return RankRun(
-            parameters=sum(_local(parameter).numel() for parameter in learnt),
+            parameters=sum(local(parameter).numel() for parameter in learnt),
             tensors=len(learnt),
             flop=(
                 sum(item.flop for item in counters) // ROWS,
@@ -385,8 +366,15 @@ class _Passes:
         forward = _Memory(mesh, tracker)
         backward = _Memory(mesh, tracker)
         end = Counter(mesh)
+        named = {f"input_{number}": tensor for number, tensor in enumerate(self._inputs)}
         with forward, autocast(torch.device("cpu"), self._precision):
-            result = self._result()
+            if self._received is None:
+                outputs = part(*self._inputs)
+            elif getattr(part, "stem", None) is not None:
+                outputs = part(**named)
+            else:
+                outputs = part(self._received.requires_grad_(), **named)
+            result = cast("Tensor", sum(outputs.values()) if isinstance(outputs, dict) else outputs)
         activation_bytes = bytes_by_kind(tracker, ROWS).get("Activation", (0, 0))
         with backward:
             torch.autograd.backward(result, None if result.dim() == 0 else torch.empty_like(result))
@@ -396,20 +384,6 @@ class _Passes:
                     cast("PipelineStage", SimpleNamespace(submod=part)), 1
                 )
         return forward, backward, end, activation_bytes
-
-    def _result(self) -> Tensor:
-        named = {f"input_{number}": tensor for number, tensor in enumerate(self._inputs)}
-        result: Any
-        if self._received is None:
-            result = self._part(*self._inputs)
-        elif getattr(self._part, "stem", None) is not None:
-            result = self._part(**named)
-        else:
-            result = self._part(self._received.requires_grad_(), **named)
-        return cast(
-            "Tensor",
-            sum(result.values()) if isinstance(result, dict) else result,
-        )
 
 
 def _as_array(noted: Sequence[Bytes], kinds: Sequence[str]) -> NDArray[np.float64]:
@@ -422,11 +396,3 @@ def _as_array(noted: Sequence[Bytes], kinds: Sequence[str]) -> NDArray[np.float6
 def is_gather_of_weights(collective: Collective) -> bool:
     """Return whether a collective gathers what the ranks of a sharded model hold."""
     return collective.kind == "all_gather" and collective.axis.startswith("dp_")
-
-
-def _into_bucket(parameter: Tensor, bucket: Tensor) -> None:
-    parameter.grad = bucket
-
-
-def _local(parameter: Tensor) -> Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

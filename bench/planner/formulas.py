@@ -19,9 +19,10 @@ def zero_state_bytes(
     """Return bytes of weights, gradients and optimiser state per rank under ZeRO (arXiv
     1910.02054, figure 1).
     """
-    divided = [1 if stage < first_stage else ranks for first_stage in (3, 2, 1)]
-    sizes = (param_bytes, grad_bytes, optimiser_bytes)
-    return parameters * sum(size / by for size, by in zip(sizes, divided, strict=True))
+    weights = param_bytes / (ranks if stage >= 3 else 1)
+    gradients = grad_bytes / (ranks if stage >= 2 else 1)
+    moments = optimiser_bytes / (ranks if stage >= 1 else 1)
+    return parameters * (weights + gradients + moments)
 
 
 def sent_bytes(kind: str, ranks: int, size: float) -> float:
@@ -30,8 +31,10 @@ def sent_bytes(kind: str, ranks: int, size: float) -> float:
 
     ``kind`` is all_reduce, all_gather, reduce_scatter, or broadcast, whose root sends everything.
     """
-    share = (ranks > 1) if kind == "broadcast" else (ranks - 1) / ranks
-    return (2 if kind == "all_reduce" else 1) * size * share
+    if kind == "broadcast":
+        return size * (ranks > 1)
+    passes = 2 if kind == "all_reduce" else 1
+    return passes * size * ((ranks - 1) / ranks)
 
 
 def bubble(pp: int, micro_batches: int, virtual_stages: int = 1) -> float:
@@ -45,10 +48,9 @@ def in_flight(schedule: str, pp: int, stage: int, micro_batches: int) -> int:
     """Return the number of micro-batches whose activations a stage holds at once, in GPipe and
     1F1B.
     """
-    return min(
-        micro_batches,
-        micro_batches if schedule == "GPipe" and pp > 1 else pp - stage,
-    )
+    if schedule == "GPipe" and pp > 1:
+        return micro_batches
+    return min(micro_batches, pp - stage)
 
 
 def chunks_in_flight(pp: int, stage: int, micro_batches: int, virtual_stages: int) -> int:
@@ -96,12 +98,11 @@ def checkpoint_interval_s(save_s: float, failures_per_day: float) -> float:
     """
     mean_s = _S_PER_DAY / failures_per_day
     ratio = save_s / (2 * mean_s)
-    best = (
-        mean_s
-        if ratio >= 1
-        else sqrt(2 * save_s * mean_s) * (1 + sqrt(ratio) / 3 + ratio / 9) - save_s
-    )
-    return max(best, save_s)
+    if ratio >= 1:
+        return max(mean_s, save_s)
+    young_s = sqrt(2 * save_s * mean_s)
+    daly_s = young_s * (1 + sqrt(ratio) / 3 + ratio / 9) - save_s
+    return max(daly_s, save_s)
 
 
 def kept_by_restarts(interval_s: float, save_s: float, failures_per_day: float) -> float:

@@ -20,7 +20,6 @@ from functools import partial
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from fuelrail.bench.measure.collectives import Collective, summed
 from fuelrail.bench.planner.fake_rank import (
@@ -176,11 +175,20 @@ def stages(
     experts = 0.0
     if isinstance(model, GptSettings) and inputs.expert_parallel > 1:
         experts = expert_parameters(model) * blocks
+    models: dict[ModelSettings | str, float] = {model: 1.0}
+    if isinstance(model, GptSettings) and model.experts > _EXPERTS[-1]:
+        # Few experts, each of which takes as many tokens as those of a mixture of many.
+        models = {}
+        for count, share in _line_through(_EXPERTS, model.experts).items():
+            active = model.active_experts * count / model.experts
+            models[msgspec.structs.replace(model, experts=count, active_experts=active)] = share
     shapes = []
     for stage in range(degrees.pp):
         # The first and the last of many stages are those of two, an inner one is that of three.
         is_inner = 0 < stage < degrees.pp - 1
-        num_stages = min(degrees.pp, 3 if is_inner else 2) if equal else degrees.pp
+        num_stages = degrees.pp
+        if equal:
+            num_stages = min(degrees.pp, 3 if is_inner else 2)
         small = Degrees(
             pp=num_stages,
             dp_replicate=min(2, degrees.dp_replicate) if degrees.dp_shard == 1 else 1,
@@ -192,7 +200,7 @@ def stages(
         runs: list[RankRun] = []
         weights: list[float] = []
         halves: list[int] = []
-        for size, share in _with_fewer_experts(model).items():
+        for size, share in models.items():
             if not equal or isinstance(size, str):
                 runs.append(run(size, degrees=small, rank=like * small.data * small.tp))
                 weights.append(share)
@@ -236,19 +244,6 @@ def _line_through(numbers: Sequence[int], count: float) -> dict[int, float]:
     fewer_blocks, more_blocks = numbers
     beyond = (count - fewer_blocks) / (more_blocks - fewer_blocks)
     return {fewer_blocks: 1 - beyond, more_blocks: beyond}
-
-
-def _with_fewer_experts(model: ModelSettings | str) -> dict[ModelSettings | str, float]:
-    """Return models of few experts, each of which takes as many tokens as those of a mixture of
-    many, with their weights; the model itself otherwise.
-    """
-    if not isinstance(model, GptSettings) or model.experts <= _EXPERTS[-1]:
-        return {model: 1.0}
-    models: dict[ModelSettings | str, float] = {}
-    for count, share in _line_through(_EXPERTS, model.experts).items():
-        active = model.active_experts * count / model.experts
-        models[msgspec.structs.replace(model, experts=count, active_experts=active)] = share
-    return models
 
 
 def _spared(
@@ -472,7 +467,11 @@ class _Ranks:
             weight_bytes = FP32 * parameters * self._small.dp_shard // degrees.dp_shard
             sent[2].append(_replicated("all_reduce", degrees, times, weight_bytes))
         if inputs.low and inputs.gradient_bytes != FP32:
-            sent = [_in_16_bits(way) for way in sent]
+            # What is reduced over data-parallel ranks, in 16 bits.
+            for way in sent:
+                for number, item in enumerate(way):
+                    if item.axis.startswith("dp_") and "reduce" in item.kind:
+                        way[number] = msgspec.structs.replace(item, bytes=item.bytes // 2)
         return Shape(
             rank=rank,
             stage=stage,
@@ -517,7 +516,12 @@ class _Ranks:
                     run.backward[-half - 1 :],
                 )[phase]
                 if not has_own_gradients:
-                    part = _without_gradients(part, run.kinds)
+                    part = part.copy()
+                    for number, kind in enumerate(run.kinds):
+                        if kind in _GRADIENTS:
+                            part[:, number] = 0
+                        elif kind in ("Temp", "Inputs and buckets"):
+                            part[:, number, 0] = 0
                 sizes = part @ np.array([1, rows])
                 peaks.append(
                     dict(
@@ -589,29 +593,6 @@ class _Ranks:
                 )
             )
         return collectives
-
-
-def _without_gradients(noted: NDArray[np.float64], kinds: Sequence[str]) -> NDArray[np.float64]:
-    """Return bytes [operator, kind, 2] without those of gradients."""
-    result = noted.copy()
-    for number, kind in enumerate(kinds):
-        if kind in _GRADIENTS:
-            result[:, number] = 0
-        elif kind in ("Temp", "Inputs and buckets"):
-            result[:, number, 0] = 0
-    return result
-
-
-def _in_16_bits(collectives: Sequence[Collective]) -> list[Collective]:
-    """Return collectives of which those that reduce over data-parallel ranks send half of the
-    bytes.
-    """
-    return [
-        msgspec.structs.replace(collective, bytes=collective.bytes // 2)
-        if collective.axis.startswith("dp_") and "reduce" in collective.kind
-        else collective
-        for collective in collectives
-    ]
 
 
 def _replicated(kind: str, degrees: Degrees, count: int, size: int) -> Collective:

@@ -94,7 +94,7 @@ class RankTrace:
 
     def span(self, phase: str, begin_s: float, end_s: float) -> None:
         """Take down one phase of the present step."""
-        self.recorder(phase, self.step, NO_BATCH, begin_s, end_s)
+        self.recorder(phase, self.step, NO_BATCH, begin_s=begin_s, end_s=end_s)
 
     def write(self) -> None:
         """Write the rank's events."""

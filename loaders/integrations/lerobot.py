@@ -109,9 +109,8 @@ class EpisodeSampler(Sampler):
                 f"No valid frames remain of {len(starts)} episodes after {dropped}, with "
                 f"episode_indices_to_use={episode_indices_to_use}"
             )
-        self._starts = starts[is_used]
         self._cum_lengths = np.cumsum(lengths[is_used])
-        self._shifts = self._starts - self._cum_lengths + lengths[is_used]
+        self._shifts = (starts + lengths)[is_used] - self._cum_lengths
         """What is added to a row of the order, counted over all episodes, to have its frame."""
         self._item_of = absolute_to_relative_idx
         self._first_epoch = 0

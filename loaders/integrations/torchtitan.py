@@ -60,8 +60,7 @@ class PositionedLoader(BaseDataLoader):  # type: ignore[misc, unused-ignore]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the batch received last; the same on every rank."""
-        state: dict[str, Any] = self._loader.state_dict()
-        return state
+        return dict(self._loader.state_dict())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continue from a state, on any data-parallel degree; an empty one changes nothing.

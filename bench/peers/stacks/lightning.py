@@ -67,7 +67,8 @@ class LightningStack(Stack):
         return DataLoader(rows, setup.batch, shuffle=shuffle, **options)
 
     def train(self) -> None:
-        job, setup = self.job, self.setup
+        job = self.job
+        setup = self.setup
         if job.leaves_loop:
             raise NotRun("the loop is the Trainer's")
         os.environ |= {"TORCHELASTIC_RUN_ID": "run", "GROUP_RANK": "0"}

@@ -56,7 +56,8 @@ class MMEngineStack(Stack):
     way = "Runner(resume=True, load_from=...) with IterBasedTrainLoop and InfiniteSampler"
 
     def train(self) -> None:
-        job, setup = self.job, self.setup
+        job = self.job
+        setup = self.setup
         if job.leaves_loop:
             raise NotRun("the loop is the Runner's")
         if setup.evaluation:

@@ -56,7 +56,8 @@ class TransformersStack(Stack):
     way = "Trainer.train(resume_from_checkpoint=...)"
 
     def train(self) -> None:
-        job, setup = self.job, self.setup
+        job = self.job
+        setup = self.setup
         if job.leaves_loop:
             raise NotRun("the loop is the Trainer's")
         model = TransformersModel(job)

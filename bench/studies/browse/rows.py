@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     Rows = range | NDArray[np.int64]
     Tiles = list[dict[str, Any]]
 
-_MOST: Final = 4096
-"""Frames of a time line, and samples of a step, that are shown."""
+_MAX_SAMPLES: Final = 4096
+"""Samples of a time line, and of a step, that are shown."""
 
 
 class DatasetRows:
@@ -108,13 +108,13 @@ class DatasetRows:
         frames = index.column("frame", first, end)[rows - first]
         rows = rows[np.argsort(frames, kind="stable")]
         place = int(np.flatnonzero(rows == row)[0])
-        start = max(place - _MOST // 2, 0)
-        shown = rows[start : start + _MOST]
-        times_ns = index.column("timestamp_ns", first, end)[shown - first]
+        start = max(place - _MAX_SAMPLES // 2, 0)
+        window = rows[start : start + _MAX_SAMPLES]
+        times_ns = index.column("timestamp_ns", first, end)[window - first]
         return {
-            "rows": shown,
+            "rows": window,
             "seconds": (times_ns - times_ns[0]) / 1e9,
-            "is_cut": len(shown) < len(rows) or not self._is_whole,
+            "is_cut": len(window) < len(rows) or not self._is_whole,
         }
 
     def step_of_order(self, query: Query) -> dict[str, Any]:
@@ -122,8 +122,8 @@ class DatasetRows:
 
         Raises ConfigError, OrderError, and WorldError for a step that the epoch does not have.
         """
-        if query.batch > _MOST:
-            raise ConfigError(f"a batch of {query.batch}: at most {_MOST} samples are shown")
+        if query.batch > _MAX_SAMPLES:
+            raise ConfigError(f"a batch of {query.batch}: at most {_MAX_SAMPLES} samples are shown")
         order = self._order(query.name, query.split, query.batch)
         endless = order_batching(order, query.batch, World(), drop_last=False)
         batching = endless.of_epoch(query.epoch)
@@ -145,9 +145,9 @@ class DatasetRows:
         """
         if self.run is None:
             raise ConfigError("no ledger was given: --ledger FILE")
-        seen = self.run.step(step, most=_MOST)
+        samples = self.run.step(step, limit=_MAX_SAMPLES)
         tiles: Tiles = []
-        for key in seen.keys:
+        for key in samples.keys:
             row = self.dataset.find(key)
             if row is None:
                 tiles.append({"row": -1, "key": key, "clip": "", "values": {}})
@@ -156,7 +156,7 @@ class DatasetRows:
         return {
             "num_steps": len(self.run),
             "rows": tiles,
-            "text": f"step {step:,} of {len(self.run):,}: epoch {seen.epoch}",
+            "text": f"step {step:,} of {len(self.run):,}: epoch {samples.epoch}",
         }
 
     def attributes(self, row: int) -> dict[str, Any]:

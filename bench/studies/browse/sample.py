@@ -34,14 +34,14 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.format.index.row import IndexRow
     from fuelrail.pipeline.format.layers import Layer
-    from fuelrail.pipeline.sample.schema import Boxes, Sample
+    from fuelrail.pipeline.sample.schema import Sample
     from fuelrail.pipeline.transforms.image import ImageAugment
 
     Values = dict[str, tuple[Channel, Any]]
 
-_MOST_POINTS: Final = 60_000
+_MAX_POINTS: Final = 60_000
 """Points of a lidar that are sent; of more, every second one, third one, and so on."""
-_MOST_SIDE: Final = 1 << 15
+_MAX_SIDE: Final = 1 << 15
 _QUALITY: Final = 85
 
 
@@ -78,7 +78,11 @@ class DatasetSamples:
             from fuelrail.loaders.storage.remote import RemoteShards
 
             assert isinstance(storage, RemoteShards)
-            storage.on_bytes = self._count_bytes
+
+            def count_bytes(shard: int, start: int, num_bytes: int) -> None:
+                self._num_come[shard, start] = num_bytes
+
+            storage.on_bytes = count_bytes
         self.sample = lru_cache(16)(self._read_sample)
         self.thumbnail = lru_cache(2048)(self._make_thumbnail)
         self._values = lru_cache(16)(self._read_values)
@@ -96,14 +100,58 @@ class DatasetSamples:
             sample = self.sample(row)
             layers = {}
             for layer in self.layers:
-                entry = layer.find(row, sample.key)
-                if entry is not None:
-                    layers[layer.name] = _describe_place(layer.data, entry[1])
+                placed = layer.find(row, sample.key)
+                if placed is not None:
+                    layers[layer.name] = _describe_place(layer.data, placed[1])
         except FuelrailError as error:
             return {"place": place, "error": str(error)}
         boxes = sample.boxes
         boxes3d = np.zeros((0, 7)) if boxes is None else boxes.boxes3d
         corners = drawing.corners_by_yaw(boxes3d)
+        ego2img = sample.geometry.ego2img()
+        cameras = []
+        for number, name in enumerate(self.cameras):
+            late_ns = int(sample.geometry.cam_timestamp_ns[number]) - sample.meta.timestamp_ns
+            meta = sample.meta.cameras.get(name)
+            size = sample.geometry.img_wh[number]
+            camera = {
+                "name": name,
+                "is_there": name in sample.images,
+                "size": size,
+                "late_ms": late_ns / 1e6,
+                "lens": "none" if meta is None else meta.dist_model,
+                "boxes": drawing.seen_boxes(corners, ego2img[number], size),
+            }
+            cameras.append(camera)
+        classes = self.dataset.manifest.classes
+        outlines = []
+        for number, label in enumerate([] if boxes is None else boxes.label.tolist()):
+            assert boxes is not None
+            outline = {
+                "label": label,
+                "name": classes[label] if label >= 0 else "other",
+                "box": boxes3d[number].astype(float).round(2),
+                "speed": float(np.linalg.norm(boxes.velocity[number, :2])),
+                "points": int(boxes.num_lidar_pts[number]),
+                "track": f"{int(boxes.instance_id[number]) % 2**64:x}",
+                "outline": corners[number, drawing.OUTLINE, :2].round(3),
+            }
+            outlines.append(outline)
+        # The values of all further channels in words, and where they are drawn.
+        values, faults = self._values(row)
+        channels: list[dict[str, Any]] = []
+        for name, (channel, value) in values.items():
+            entry: dict[str, Any] = {"name": name, "text": drawing.value_in_words(channel, value)}
+            law = channel.law
+            if law.name == "ego_grid":
+                entry["ground"] = law.extent_m
+            elif law.name in drawing.ON_IMAGES and law.camera in self.cameras:
+                number = self.cameras.index(law.camera)
+                size = sample.geometry.img_wh[number]
+                entry["camera"] = number
+                entry |= drawing.shapes_on_image(channel, value, size)
+            channels.append(entry)
+        channels += [{"name": name, "text": text} for name, text in faults.items()]
         facts: dict[str, Any] = msgspec.to_builtins(sample.meta)
         del facts["cameras"]
         for name, value in facts.items():
@@ -112,10 +160,10 @@ class DatasetSamples:
         return {
             "place": place,
             "layers": layers,
-            "cameras": self._describe_cameras(sample, corners),
-            "boxes": None if boxes is None else self._describe_boxes(boxes, corners),
+            "cameras": cameras,
+            "boxes": None if boxes is None else outlines,
             "num_points": [len(sample.points.get(name, ())) for name in self.lidars],
-            "channels": self._describe_channels(row, sample),
+            "channels": channels,
             "meta": facts,
         }
 
@@ -147,7 +195,7 @@ class DatasetSamples:
             raise ConfigError("the sample has no points of this lidar")
         points = sample.points[name][:, :3]
         lidar2ego = sample.geometry.lidar2keyego(lidar)
-        step = len(points) // _MOST_POINTS + 1
+        step = len(points) // _MAX_POINTS + 1
         with np.errstate(all="ignore"):
             moved = move_points(points[::step].astype(np.float64), lidar2ego).astype("<f4")
         is_finite = np.isfinite(moved).all(1)
@@ -162,7 +210,7 @@ class DatasetSamples:
         if channel is None or channel.law.name not in ("image", "ego_grid"):
             raise ConfigError(f"the sample has no raster {name!r}")
         raster = np.asarray(value)
-        if not raster.size or max(raster.shape) > _MOST_SIDE:
+        if not raster.size or max(raster.shape) > _MAX_SIDE:
             raise ConfigError(f"a raster of {list(raster.shape)} elements cannot be drawn")
         if channel.law.name == "ego_grid":
             raster = drawing.grid_from_above(channel, raster)
@@ -212,9 +260,6 @@ class DatasetSamples:
         self._num_come.clear()
         return self._reader.sample(row)
 
-    def _count_bytes(self, shard: int, start: int, num_bytes: int) -> None:
-        self._num_come[shard, start] = num_bytes
-
     def _make_thumbnail(self, row: int, camera: int, width: int) -> tuple[str, bytes]:
         channel = self._camera(camera)
         encoded = self.dataset.read(row, [channel]).get(channel)  # not the whole sample
@@ -224,59 +269,6 @@ class DatasetSamples:
         width = min(width, info.width)
         height = max(round(info.height * width / info.width), 1)
         return "image/jpeg", _jpeg(decode_jpeg(encoded, size=(width, height)))
-
-    def _describe_cameras(
-        self, sample: Sample, corners: NDArray[np.float64]
-    ) -> list[dict[str, Any]]:
-        geometry = sample.geometry
-        ego2img = geometry.ego2img()
-        cameras = []
-        for number, channel in enumerate(self.cameras):
-            late_ns = int(geometry.cam_timestamp_ns[number]) - sample.meta.timestamp_ns
-            meta = sample.meta.cameras.get(channel)
-            size = geometry.img_wh[number]
-            cameras.append(
-                {
-                    "name": channel,
-                    "is_there": channel in sample.images,
-                    "size": size,
-                    "late_ms": late_ns / 1e6,
-                    "lens": "none" if meta is None else meta.dist_model,
-                    "boxes": drawing.seen_boxes(corners, ego2img[number], size),
-                }
-            )
-        return cameras
-
-    def _describe_boxes(self, boxes: Boxes, corners: NDArray[np.float64]) -> list[dict[str, Any]]:
-        classes = self.dataset.manifest.classes
-        return [
-            {
-                "label": label,
-                "name": classes[label] if label >= 0 else "other",
-                "box": boxes.boxes3d[number].astype(float).round(2),
-                "speed": float(np.linalg.norm(boxes.velocity[number, :2])),
-                "points": int(boxes.num_lidar_pts[number]),
-                "track": f"{int(boxes.instance_id[number]) % 2**64:x}",
-                "outline": corners[number, drawing.OUTLINE, :2].round(3),
-            }
-            for number, label in enumerate(boxes.label.tolist())
-        ]
-
-    def _describe_channels(self, row: int, sample: Sample) -> list[dict[str, Any]]:
-        """Return the values of all further channels in words, and where they are drawn."""
-        values, faults = self._values(row)
-        described: list[dict[str, Any]] = []
-        for name, (channel, value) in values.items():
-            stated: dict[str, Any] = {"name": name, "text": drawing.value_in_words(channel, value)}
-            law = channel.law
-            if law.name == "ego_grid":
-                stated["ground"] = law.extent_m
-            elif law.name in drawing.ON_IMAGES and law.camera in self.cameras:
-                camera = self.cameras.index(law.camera)
-                stated["camera"] = camera
-                stated |= drawing.shapes_on_image(channel, value, sample.geometry.img_wh[camera])
-            described.append(stated)
-        return described + [{"name": name, "text": text} for name, text in faults.items()]
 
     def _read_values(self, row: int) -> tuple[Values, dict[str, str]]:
         """Return channel and value of all further channels that a sample has, with those of layers;
@@ -304,9 +296,9 @@ class DatasetSamples:
             for stored, joined in zip(layer.manifest.channels, layer.channels, strict=True):
                 if stored.name in parts:
                     values[joined.name] = joined, parts[stored.name]
-        known = {channel.field for channel in self.channels}
+        fields = {channel.field for channel in self.channels}
         for field, data in sample.extra.items():
-            if field not in known:
+            if field not in fields:
                 faults[field] = f"{len(memoryview(data)):,} bytes"
         return values, faults
 
@@ -325,8 +317,8 @@ def _describe_place(data: Dataset, entry: IndexRow) -> dict[str, Any]:
         "length": entry.length,
         "xxh3": f"{entry.xxh3:016x}",
         "members": [
-            (each.name, each.offset, each.stored_bytes, each.raw_bytes, each.codec)
-            for each in entry.members
+            (member.name, member.offset, member.stored_bytes, member.raw_bytes, member.codec)
+            for member in entry.members
         ],
     }
 

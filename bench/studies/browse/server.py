@@ -47,7 +47,7 @@ _HEADERS: Final = {
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-store",
 }
-_MOST_TEXT: Final = 4000
+_MAX_TEXT: Final = 4000
 
 
 class BrowseOptions(CheckedSettings, frozen=True, kw_only=True):
@@ -160,15 +160,15 @@ class Browser:
             query = msgspec.convert(fields, Query, strict=False)
             if query.row >= max(len(self._rows.dataset), 1):
                 return _refuse(404, f"no row {query.row}: it has {len(self._rows.dataset)} samples")
-            found = self._calls[url.path](query)
+            result = self._calls[url.path](query)
         except msgspec.ValidationError as error:
             return _refuse(400, str(error))
         except FuelrailError as error:
             return _refuse(422, str(error))
         except MemoryError:
             return _refuse(422, "there is no memory for it")
-        is_file = isinstance(found, tuple)
-        return Answer(200, *found) if is_file else _json(200, _plain(found))
+        is_file = isinstance(result, tuple)
+        return Answer(200, *result) if is_file else _json(200, _plain(result))
 
     def _is_token(self, text: str) -> bool:
         return hmac.compare_digest(text.encode(), self._token.encode())
@@ -255,8 +255,8 @@ def browse(
     layers = [open_layer(name, place, opened, "mask") for name, place in places.items()]
     files = preset_files(ImageAugment)
     if options.image is not None:
-        own = Path(options.image)
-        files = {own.stem: own} | files
+        file = Path(options.image)
+        files = {file.stem: file} | files
     images = {name: load_yaml(file, ImageAugment) for name, file in files.items()}
     rows = DatasetRows(opened, layers, options.order, options.ledger)
     return Browser(rows, DatasetSamples(opened, layers, images), options.port)
@@ -275,7 +275,7 @@ def _plain(value: Any) -> Any:
     lists.
     """
     if isinstance(value, str):
-        return "\n".join(shortened(line, _MOST_TEXT) for line in value[:_MOST_TEXT].split("\n"))
+        return "\n".join(shortened(line, _MAX_TEXT) for line in value[:_MAX_TEXT].split("\n"))
     if isinstance(value, dict):
         return {_plain(str(name)): _plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

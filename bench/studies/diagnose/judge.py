@@ -428,10 +428,10 @@ def _undisturbed(report: Report, figures: Figures) -> _Verdict:
             "Use larger batches, torch.compile or CUDA graphs, and fused optimisers.",
             0.0,
         )
-    for found in report.findings:
-        bound = _BOUNDS.get(found.phase)
-        if bound is not None and found.rank is None and found.low > _SLOWER:
-            return _Verdict(bound, found.text, found.advice, found.share / (1 - found.share))
+    for loss in report.findings:
+        bound = _BOUNDS.get(loss.phase)
+        if bound is not None and loss.rank is None and loss.low > _SLOWER:
+            return _Verdict(bound, loss.text, loss.advice, loss.share / (1 - loss.share))
     if report.accelerator["kind"] == "cpu":
         # The model computes on the CPU, for most of the time.
         share = {phase.phase: phase.share for phase in figures.phases}

@@ -156,7 +156,7 @@ def _run_rank(
     if place.witness is None:
         watched.set_epoch(place.epoch)
     done = place.steps
-    seen = [place.epoch]
+    epochs = [place.epoch]
     interval = act.setup.evaluation
 
     def leave() -> NoReturn:
@@ -165,16 +165,16 @@ def _run_rank(
         unfinished = file.with_suffix(".part")
         unfinished.write_bytes(msgspec.json.encode(part))
         unfinished.rename(file)
-        names = [folder / f"{other}.json" for other in range(act.setup.ranks)]
+        names = [folder / f"{number}.json" for number in range(act.setup.ranks)]
         while part.outcome is None and not all(name.exists() for name in names):
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError
 
     def see(epoch: int, rows: Iterable[Any]) -> None:
-        while seen[0] < epoch:
+        while epochs[0] < epoch:
             watched.end_epoch()
-            seen[0] += 1
+            epochs[0] += 1
             job.step = 0
         numbers = list(rows)
         watched.note(numbers)
@@ -185,9 +185,9 @@ def _run_rank(
         job.is_evaluating = bool(interval) and part.steps % interval == 0
 
     def save(epoch: int, step: int, state: Any) -> NoReturn:
-        while seen[0] < epoch:
+        while epochs[0] < epoch:
             watched.end_epoch()
-            seen[0] += 1
+            epochs[0] += 1
         part.epoch = epoch
         part.step = step
         part.state = pickle.dumps(state)
@@ -213,9 +213,9 @@ def _run_rank(
     )
     try:
         kind(job).train()
-        while seen[0] < EPOCHS:
+        while epochs[0] < EPOCHS:
             watched.end_epoch()
-            seen[0] += 1
+            epochs[0] += 1
     except BaseException as error:  # noqa: BLE001 - whatever a stack raises is its answer
         traceback.print_exc()
         part.error = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]

@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -170,8 +171,8 @@ def reports_of(folder: Path, setup: Setup, reference: Path) -> list[WitnessRepor
     """
     epochs = {records[0].epoch: records for records in read_records(reference / "records")}
     is_whole = setup.rows % setup.global_batch == 0
-    tail = "exact" if is_whole else "drop" if setup.drop_last else "pad"
-    rules = Rules(expected=expect(setup.rows, "integer"), tail=tail)  # type: ignore[arg-type]
+    tail: Any = "drop" if setup.drop_last else "pad"
+    rules = Rules(expected=expect(setup.rows, "integer"), tail="exact" if is_whole else tail)
     reports = []
     for records in read_records(folder / "records"):
         unbroken = Expected(merge_epochs(epochs[records[0].epoch]))
@@ -188,7 +189,7 @@ def counted_rows(parts: Iterable[Sequence[RankPart]]) -> dict[tuple[int, int], C
     totals: dict[int, Counter[int]] = {}
     for ranks in parts:
         for epoch in sorted({epoch for part in ranks for epoch, _ in part.log}):
-            logs = [[rows for at, rows in part.log if at == epoch] for part in ranks]
+            logs = [[rows for number, rows in part.log if number == epoch] for part in ranks]
             total = totals.setdefault(epoch, Counter())
             for step in range(max(map(len, logs))):
                 for log in logs:
@@ -206,6 +207,7 @@ def last_of(rows_so_far: dict[tuple[int, int], Counter[int]], epoch: int) -> Cou
 def wording(
     folder: Path,
     setup: Setup,
+    *,
     reference: Path,
     run: dict[tuple[int, int], Counter[int]],
     unbroken: dict[tuple[int, int], Counter[int]],
@@ -246,13 +248,14 @@ def judge_history(
     setup = history.acts[0].setup
     run = counted_rows(parts)
     unbroken = counted_rows(unbroken_parts)
-    words, said = wording(folder, setup, reference, run, unbroken)
-    plain, _ = wording(reference, setup, reference, unbroken, unbroken)
+    words, said = wording(folder, setup, reference=reference, run=run, unbroken=unbroken)
+    plain, _ = wording(reference, setup, reference=reference, run=unbroken, unbroken=unbroken)
     without = f" (unbroken: {plain})" if plain else ""
     places = sorted(run.keys() & unbroken.keys())
     parted = next((place for place in places if run[place] != unbroken[place]), None)
     # A row too many comes after the places that both have.
-    is_complete = all(last_of(run, at) == last_of(unbroken, at) for at, _ in run.keys() | unbroken)
+    epochs = {epoch for epoch, _ in run.keys() | unbroken}
+    is_complete = all(last_of(run, epoch) == last_of(unbroken, epoch) for epoch in epochs)
     if parted is None and is_complete:
         said.append(f"as the unbroken run at each of {len(places)} steps")
         return Cell(f"exact{without}", said)
@@ -315,13 +318,13 @@ def stored(kind: type[Stack], setup: Setup, folder: Path, run: Path) -> Path:
 
 def bench_resume(options: ResumeOptions) -> ResumeReport:
     """Run stacks under histories; raise ConfigError for names that there are not."""
-    for kind, names, known in (
+    for kind, names, table in (
         ("stack", options.stack, STACKS),
         ("history", options.history, HISTORIES),
     ):
-        unknown = [name for name in names if name not in known]
+        unknown = [name for name in names if name not in table]
         if unknown:
-            raise ConfigError(f"--{kind} {unknown[0]!r} is not one; there are {', '.join(known)}")
+            raise ConfigError(f"--{kind} {unknown[0]!r} is not one; there are {', '.join(table)}")
     if options.add and options.out is None:
         raise ConfigError("--add needs --out, the folder of the report to add to")
     histories = options.history or tuple(HISTORIES)
@@ -344,7 +347,8 @@ def bench_resume(options: ResumeOptions) -> ResumeReport:
         if module is None:
             with tempfile.TemporaryDirectory(prefix="fuelrail-resume-") as place:
                 file = Path(place, "result.json")
-                process = start(_write_stack, file, name, histories, options.times)
+                write = partial(_write_stack, file, name, times=options.times)
+                process = start(write, histories)
                 process.join()
                 end_group(process)
                 result = StackResult(name=name, left_out="its process ended without a result")
@@ -367,7 +371,7 @@ def bench_resume(options: ResumeOptions) -> ResumeReport:
     return report
 
 
-def _write_stack(file: Path, name: str, histories: Sequence[str], times: int) -> None:
+def _write_stack(file: Path, name: str, histories: Sequence[str], *, times: int) -> None:
     try:
         kind = load_stack(name)
     except Exception as error:  # noqa: BLE001 - of whatever a library raises when it is imported

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
@@ -12,7 +12,6 @@ from fuelrail.bench.studies.runs.history import RunHistory
 from fuelrail.pipeline.errors import needs
 
 if TYPE_CHECKING:
-    from fuelrail.bench.studies.runs.history import Part
     from fuelrail.loaders.loader import DataLoader
     from fuelrail.pipeline.format.dataset import Dataset
 
@@ -42,14 +41,33 @@ class RunSteps:
     def __len__(self) -> int:
         return self._history.num_steps
 
-    def step(self, number: int, most: int) -> SeenStep:
-        """Return a step, of its samples at most ``most``.
+    def step(self, number: int, limit: int) -> SeenStep:
+        """Return a step, of its samples at most ``limit``.
 
         Raises ConfigError for a step that the run does not have, and what making its loader raises.
         """
         part, place = self._history.step(number)
-        loader = self._loader(part)
-        count = min(part.stretch.start.global_batch, most)
+        if part.first not in self._loaders:
+            with needs("the step of a run"):
+                from fuelrail.bench.studies.runs.replay import make_loader
+
+            settings = part.stretch.setup.loader or {}
+            functions = settings.get("functions")
+            is_mix = settings.get("mix") is not None
+            names = functions if isinstance(functions, dict) else ()
+            with make_loader(  # which has the order, and loads nothing
+                part,
+                ledger=self._history.path,
+                rank=None,
+                dataset=None if is_mix else self._dataset.url or self._dataset.root,
+                functions=dict.fromkeys(names, lambda value: value),
+                files=Path(self._history.path).parent,
+            ) as loader:
+                while len(self._loaders) >= _LOADERS_KEPT:
+                    self._loaders.popitem()
+                self._loaders[part.first] = loader
+        loader = self._loaders[part.first]
+        count = min(part.stretch.start.global_batch, limit)
         positions = (place.samples_consumed + np.arange(count)) % loader.where.epoch_length
         entries = loader.where.order.epoch(place.epoch).entries(positions)
         datasets = list(loader.datasets.values())
@@ -63,30 +81,3 @@ class RunSteps:
                 key = stand_in.replaced_by
             keys.append(key)
         return SeenStep(place.epoch, keys)
-
-    def _loader(self, part: Part) -> DataLoader:
-        """Return a loader with the order of a part of the run; it loads nothing."""
-        if part.first not in self._loaders:
-            with needs("the step of a run"):
-                from fuelrail.bench.studies.runs.replay import make_loader
-
-            settings = part.stretch.setup.loader or {}
-            functions = settings.get("functions")
-            is_mix = settings.get("mix") is not None
-            names = functions if isinstance(functions, dict) else ()
-            with make_loader(
-                part,
-                ledger=self._history.path,
-                rank=None,
-                dataset=None if is_mix else self._dataset.url or self._dataset.root,
-                functions=dict.fromkeys(names, _same),
-                files=Path(self._history.path).parent,
-            ) as loader:
-                while len(self._loaders) >= _LOADERS_KEPT:
-                    self._loaders.popitem()
-                self._loaders[part.first] = loader
-        return self._loaders[part.first]
-
-
-def _same(value: Any) -> Any:
-    return value

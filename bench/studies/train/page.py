@@ -119,9 +119,6 @@ def describe(report: Report, plots: Mapping[str, str]) -> Document:
         f"Share of time in which each {computed}, over 5 steps. "
         f"Shaded: {report.window.num_warmup_steps} steps of warm-up."
     )
-    stages = report.figures.stages if report.figures else []
-    figure = Figure(plots.get("stages", ""), _STAGES)
-    gpus = report.gpus or []
     parts: list[Block | Section] = [
         *_verdict(report),
         Section(
@@ -129,13 +126,48 @@ def describe(report: Report, plots: Mapping[str, str]) -> Document:
             [Figure(plots.get("occupancy", ""), over_time)],
         ),
         *_step(report, plots),
-        *_costs(report),
-        *_checkpoints(report),
-        *([Section("Loader stages", [figure, table_of(stages)])] if stages else []),
-        *_ranks(report),
-        *([Section("GPUs, by NVML, from start to end", [table_of(gpus)])] if gpus else []),
-        _definitions(report),
     ]
+    figures = report.figures
+    costs: list[Block] = []
+    if figures is not None and figures.losses:
+        step_ms = figures.step_time.mean_ms
+        rows = [
+            [
+                name,
+                f"{loss.size:.1%}",
+                format_number(loss.time_ms),
+                f"{loss.time_ms / step_ms:.1%}",
+            ]
+            for name, loss in figures.losses.items()
+        ]
+        costs.append(Table(("lost to", "size", "time a step [ms]", "share of step"), rows))
+        costs.append(Text(_LOSSES, small=True))
+    if figures is not None and figures.cost_fit is not None:
+        costs.append(Items([figures.cost_fit.sentence()]))
+    if costs:
+        parts.append(Section("Padding and imbalance", costs))
+    saves = report.checkpoints
+    lines = []
+    if saves is not None and saves.restored is not None:
+        lines.append(
+            f"The run continued after step {saves.restored.step} from checkpoint "
+            f"{saves.restored.folder}, which {counted(saves.restored.world_size, 'rank')} saved."
+        )
+    if saves is not None and saves.stall and saves.save and saves.num_bytes is not None:
+        lines.append(
+            f"{counted(saves.num_saves, 'checkpoint')} of {saves.num_bytes / 1e6:,.1f} "
+            f"MB: each stalled the training for {saves.stall.mean_ms:.1f} ms and was "
+            f"visible after {saves.save.mean_ms:,.0f} ms."
+        )
+    if lines:
+        parts.append(Section("Checkpoints", [Items(lines)]))
+    if figures is not None and figures.stages:
+        figure = Figure(plots.get("stages", ""), _STAGES)
+        parts.append(Section("Loader stages", [figure, table_of(figures.stages)]))
+    parts += _ranks(report)
+    if report.gpus:
+        parts.append(Section("GPUs, by NVML, from start to end", [table_of(report.gpus)]))
+    parts.append(_definitions(report))
     return document(
         report,
         brand="Fuelrail training report",
@@ -160,9 +192,8 @@ def verdict(report: Report) -> str:
             f"Forward, backward and optimiser take {figures.occupancy.mean:.1%} of the time on the "
             f"CPU, most of it {phase}."
         )
-    found = report.findings
     nothing = "Nothing certain holds the training up by more than 2% of the time."
-    sentences.append(found[0].text if found else nothing)
+    sentences.append(report.findings[0].text if report.findings else nothing)
     rate = figures.throughput
     sentences.append(
         f"Without losses the {taker} would take {format_number(rate.demand_samples_per_s)} "
@@ -244,50 +275,6 @@ def _step(report: Report, plots: Mapping[str, str]) -> list[Section]:
         )
     )
     return [Section("Where a step’s time goes", blocks)]
-
-
-def _costs(report: Report) -> list[Section]:
-    """Return what padding and imbalance take, and the cost model."""
-    figures = report.figures
-    blocks = list[Block]()
-    if figures is not None and figures.losses:
-        step_ms = figures.step_time.mean_ms
-        rows = [
-            [
-                name,
-                f"{loss.size:.1%}",
-                format_number(loss.time_ms),
-                f"{loss.time_ms / step_ms:.1%}",
-            ]
-            for name, loss in figures.losses.items()
-        ]
-        blocks = [
-            Table(("lost to", "size", "time a step [ms]", "share of step"), rows),
-            Text(_LOSSES, small=True),
-        ]
-    if figures is not None and figures.cost_fit is not None:
-        blocks.append(Items([figures.cost_fit.sentence()]))
-    return [Section("Padding and imbalance", blocks)] if blocks else []
-
-
-def _checkpoints(report: Report) -> list[Section]:
-    figures = report.checkpoints
-    lines = list[str]()
-    if figures is None:
-        return []
-    if figures.restored is not None:
-        lines.append(
-            f"The run continued after step {figures.restored.step} from checkpoint "
-            f"{figures.restored.folder}, which {counted(figures.restored.world_size, 'rank')} "
-            "saved."
-        )
-    if figures.stall is not None and figures.save is not None and figures.num_bytes is not None:
-        lines.append(
-            f"{counted(figures.num_saves, 'checkpoint')} of {figures.num_bytes / 1e6:,.1f} "
-            f"MB: each stalled the training for {figures.stall.mean_ms:.1f} ms and was "
-            f"visible after {figures.save.mean_ms:,.0f} ms."
-        )
-    return [Section("Checkpoints", [Items(lines)])] if lines else []
 
 
 def _ranks(report: Report) -> list[Section]:

@@ -11,15 +11,13 @@ if TYPE_CHECKING:
 
 _TORCHDATA: Final = "torchdata.stateful_dataloader.stateful_dataloader"
 _LOADERS: Final = [
-    (_TORCHDATA, "StatefulDataLoader", "__iter__"),
-    (_TORCHDATA, "_StatefulBaseDataLoaderIter", "__next__"),
-    ("fuelrail.loaders.loader", "DataLoader", "iter"),
-    ("webdataset.compat", "WebLoader", "iter"),
-    ("grain._src.python.data_loader", "DataLoaderIterator", "__next__"),
-    ("datasets.iterable_dataset", "IterableDataset", "iter"),
+    (_TORCHDATA, "StatefulDataLoader.__iter__", "iterator"),
+    (_TORCHDATA, "_StatefulBaseDataLoaderIter.__next__", "batch"),
+    ("fuelrail.loaders.loader", "DataLoader.__iter__", "batches"),
+    ("webdataset.compat", "WebLoader.__iter__", "batches"),
+    ("grain._src.python.data_loader", "DataLoaderIterator.__next__", "batch"),
+    ("datasets.iterable_dataset", "IterableDataset.__iter__", "batches"),
 ]
-"""Modules, their classes, and what of these is watched; see `Hooks.watch_loader`."""
-
 _CALLS: Final = [
     ("torch.distributed.checkpoint", "save", "checkpoint"),
     ("safetensors.torch", "save_file", "checkpoint"),
@@ -32,23 +30,17 @@ _CALLS: Final = [
     ("tensorboardX.writer", "SummaryWriter.add_scalar", "logging"),
     ("wandb.sdk.wandb_run", "Run.log", "logging"),
 ]
-"""Modules, functions or methods of them, and the phase that these are."""
+"""Modules, functions or methods of them, and their role; see `Hooks.listen`."""
 
 
 def watch_packages(hooks: Hooks, *, has_loaders: bool) -> list[AfterImport]:
     """Have these functions watched, of each package once it is imported; return what waits."""
     waiting = []
-    for module_name, path, phase in _CALLS:
+    for module_name, path, role in [*_CALLS, *(_LOADERS if has_loaders else ())]:
 
-        def time_calls(module: Any, path: str = path, phase: str = phase) -> None:
+        def listen(module: Any, path: str = path, role: str = role) -> None:
             kind, _, name = path.rpartition(".")
-            hooks.time_calls(getattr(module, kind) if kind else module, name, phase)
+            hooks.listen(getattr(module, kind) if kind else module, name, role)
 
-        waiting.append(AfterImport(module_name, time_calls))
-    for module_name, kind, name in _LOADERS if has_loaders else ():
-
-        def watch_loader(module: Any, kind: str = kind, name: str = name) -> None:
-            hooks.watch_loader(getattr(module, kind), name)
-
-        waiting.append(AfterImport(module_name, watch_loader))
+        waiting.append(AfterImport(module_name, listen))
     return waiting

@@ -15,8 +15,8 @@ from fuelrail.bench.report.page import (
     Table,
     Text,
     document,
-    format_number,
     marked,
+    table_of,
 )
 from fuelrail.bench.studies.train.page import PHASE_COLOURS
 from fuelrail.bench.studies.watch.judge import LABELS, PARTS
@@ -67,42 +67,17 @@ def describe(report: WatchReport, plots: Mapping[str, str]) -> Document:  # noqa
         if further:
             parts.append(Section("Further losses", [Items(further)]))
         if report.remedies:
-            rows = [
-                [
-                    remedy.name,
-                    f"{remedy.gain:.1%}",
-                    f"{remedy.low:.1%} to {remedy.high:.1%}",
-                    format_number(remedy.step_ms),
-                    remedy.line,
-                ]
-                for remedy in report.remedies
-            ]
-            columns = (
-                "remedy",
-                "saves of the step",
-                "95 % interval",
-                "step [ms]",
-                "line to change",
-            )
-            parts.append(Section("Remedies that were tried", [Table(columns, rows)]))
-        header = ["rank", "device", "step [ms]", "occupancy", *map(LABELS.get, PARTS), "last"]
+            parts.append(Section("Remedies that were tried", [table_of(report.remedies)]))
+        table = table_of(report.ranks)
         rows = [
-            [
-                f"{rank.rank}",
-                rank.device,
-                format_number(rank.step_ms),
-                f"{rank.occupancy:.1%}",
-                *(f"{rank.shares[part]:.1%}" for part in PARTS),
-                f"{rank.last_in:.0%}",
-            ]
-            for rank in report.ranks
+            [*row, *(f"{share:.1%}" for share in rank.shares.values())]
+            for row, rank in zip(table.rows, report.ranks, strict=True)
         ]
         legend = marked(
             "**Last**: the share of steps in which the other ranks waited for this one."
         )
-        parts.append(
-            Section("Ranks", [Table(list(map(str, header)), rows), Text(legend, small=True)])
-        )
+        header = [*table.header, *LABELS.values()]
+        parts.append(Section("Ranks", [Table(header, rows), Text(legend, small=True)]))
     parts.append(Section("How these figures are made", [Text(_METHOD)]))
     return document(
         report,

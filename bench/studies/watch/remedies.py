@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
@@ -39,6 +39,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 from fuelrail.bench.measure.hooks import ModuleHook
 from fuelrail.bench.measure.rates import bootstrap_means
 from fuelrail.bench.measure.records import rank_path, read_rank
+from fuelrail.bench.studies.watch.judge import total_details
 from fuelrail.bench.studies.watch.report import Remedy, remedies_path
 from fuelrail.pipeline.runtime.host import default_num_workers
 
@@ -51,20 +52,25 @@ SECONDS: Final = 4.0
 NUM_STEPS: Final = 40
 """Steps before remedies are tried."""
 _WARM_UP: Final = 10
-_MOST_STEPS: Final = 200
-_WHOLE_EPOCHS: Final = 2.0
+_MAX_STEPS: Final = 200
+_EPOCH_TRIALS: Final = 2.0
 """Epochs of up to this many trials are tried whole, with the start of their workers."""
 _MIN_STEPS: Final = 8
-_MOST_WORKERS: Final = 32
-_MOST_SAMPLES: Final = 1000
+_MAX_WORKERS: Final = 32
+_MAX_SAMPLES: Final = 1000
 _LONGEST_S: Final = 180.0
 _NOTABLE: Final = 0.02
 """Where less of the time is lost, no change of what loses it is tried."""
 _BLOCK: Final = bytes(1 << 16)
-_MOST_RANKS: Final = 16
+_MAX_RANKS: Final = 16
 _NUM_COMPARED: Final = 6
 _COPIED_BYTES: Final = 1 << 24
 _JOIN_S: Final = 5.0
+_OPTIONS: Final = (
+    *("num_workers", "prefetch_factor", "persistent_workers", "collate_fn", "timeout"),
+    *("worker_init_fn", "multiprocessing_context"),
+)
+"""Options of a loader that one with a change has too, but for the change."""
 _OVER_RANKS: Final = {"DTensor", "FullyShardedDataParallel", "SyncBatchNorm"}
 """Parts of models whose copies would communicate."""
 
@@ -85,36 +91,31 @@ class Pace(NamedTuple):
     @classmethod
     def of_steps(cls, steps: Sequence[StepRecord], num_batches: int) -> Pace:
         """Return the pace of the mean step."""
-        details = [step.details for step in steps]
+        total = total_details(steps)
         wall_ns = fmean(step.wall_ns for step in steps)
         work_ns = wall_ns - fmean(step.data_wait_ns for step in steps)
         cpu_ns = fmean(step.cpu_ns for step in steps)
         queued_ns = fmean(step.queued_ns for step in steps)
-        seen_ns = sum(entry.cpu_wall_ns for entry in details)
-        if seen_ns:
-            used_ns = wall_ns * sum(entry.process_cpu_ns for entry in details) / seen_ns
-            cpu_ns = max(cpu_ns, used_ns - fmean(entry.data_cpu_ns for entry in details))
-            stood_ns = wall_ns * sum(entry.trainer_queued_ns for entry in details) / seen_ns
-            queued_ns = stood_ns - fmean(entry.data_queued_ns for entry in details)
+        if total.cpu_wall_ns:
+            scale = wall_ns / total.cpu_wall_ns
+            in_data_ns = total.data_cpu_ns / len(steps)
+            cpu_ns = max(cpu_ns, scale * total.process_cpu_ns - in_data_ns)
+            queued_ns = scale * total.trainer_queued_ns - total.data_queued_ns / len(steps)
         # What it stands in the queue for a CPU now, it will in a trial.
         work_ns = max(1.0, work_ns - max(0.0, queued_ns))
         num_threads = max(1, round(cpu_ns / work_ns))
-        own_ns = min(cpu_ns / num_threads, work_ns)
-        return cls(num_batches, num_threads, own_ns, work_ns - own_ns)
+        thread_ns = min(cpu_ns / num_threads, work_ns)
+        return cls(num_batches, num_threads, thread_ns, work_ns - thread_ns)
 
 
 class _Trial(NamedTuple):
     """A change, the line to change, and what makes the loader with it, given the number of batches
-    to leave out at first.
+    to leave out at first; None where the change is none for this loader.
     """
 
     name: str
     line: str
-    make: Callable[[int], Iterable[Any]]
-
-
-class _DoesNotApply(Exception):  # noqa: N818 - no error of the program
-    """A change is none for this loader."""
+    make: Callable[[int], Iterable[Any] | None]
 
 
 class Trials:
@@ -128,20 +129,22 @@ class Trials:
     def __init__(self, recorder: Recorder, seconds: float) -> None:
         self._recorder = recorder
         self._seconds = seconds
-        self._asked: Any = None
+        self._loader: Any = None  # the one that was asked last
         self._num_borders = 0
         self._inputs: dict[nn.Module, _Inputs] | None = None
 
-    def are_made(self, loader: Any, modules: Sequence[nn.Module]) -> bool:
-        """Return whether the trials are over; the loop is about to ask a loader for a batch.
+    def advance(self, loader: Any, modules: Sequence[nn.Module]) -> bool:
+        """Try remedies once it is time; return whether that is over.
+
+        The loop is about to ask ``loader`` for a batch.
 
         ``modules``: those whose calls are forward passes.
         """
         recorder = self._recorder
         if not recorder.is_idle:
             return not recorder.is_recording
-        is_training = self._asked is loader  # which gave the batch of the step that is over
-        self._asked = loader
+        is_training = self._loader is loader  # which gave the batch of the step that is over
+        self._loader = loader
         self._num_borders += is_training and recorder.is_at_border
         if not is_training or not recorder.is_at_border or self._num_borders < NUM_STEPS:
             return False  # the number is the same on all ranks
@@ -152,62 +155,57 @@ class Trials:
                     _note_inputs(module, self._inputs, recorder)
                 return False
             with recorder.pause():
-                self._try(loader)
+                self._try(loader, self._inputs)
         except Exception as error:  # noqa: BLE001 - the training goes on
             warnings.warn(f"no remedies were tried: {error}", RuntimeWarning, stacklevel=2)
         return True
 
-    def _try(self, loader: Any) -> None:
+    def _try(self, loader: Any, inputs: dict[nn.Module, _Inputs]) -> None:
         recorder = self._recorder
         assert recorder.folder is not None
         is_first = recorder.rank == 0
         if is_first:
             sys.stderr.write("fuelrail: the training pauses, remedies are tried\n")
-        ranks = {*range(min(recorder.world, _MOST_RANKS)), recorder.rank}
+        ranks = {*range(min(recorder.world, _MAX_RANKS)), recorder.rank}
         logs = {rank: read_rank(rank_path(recorder.folder, rank)).steps for rank in ranks}
         steps = with_waits(logs.pop(recorder.rank), list(logs.values()))[_WARM_UP:]
-        steps = [step for step in steps if step.details.num_steps == 1][-_MOST_STEPS:]
-        ways = [
+        steps = [step for step in steps if step.details.num_steps == 1][-_MAX_STEPS:]
+        trials = [
             functools.partial(try_loader, loader, steps, seconds=self._seconds),
             functools.partial(try_pinning, loader, steps),
         ]
-        for module, inputs in (self._inputs or {}).items():
-            ways.append(functools.partial(try_channels_last, module, inputs, steps))
+        for module, shapes in inputs.items():
+            trials.append(functools.partial(try_channels_last, module, shapes, steps))
         remedies: list[Remedy] = []
-        for way in ways:
+        for trial in trials:
             try:
-                remedies += way()
+                remedies += trial()
             except Exception as error:  # noqa: BLE001 - of the caller's own code, in another use
-                sys.stderr.write(f"fuelrail: {way.func.__name__}: {error}\n")
+                sys.stderr.write(f"fuelrail: {trial.func.__name__}: {error}\n")
         remedies.sort(key=lambda remedy: -remedy.gain)
         path = remedies_path(recorder.folder, recorder.rank)
         path.write_bytes(msgspec.json.encode(remedies))
         if is_first:
-            lines = [remedy.as_text() for remedy in remedies] or ["none applies"]
-            sys.stderr.write("".join(f"fuelrail: {line}\n" for line in lines))
+            for line in [remedy.as_text() for remedy in remedies] or ["none applies"]:
+                sys.stderr.write(f"fuelrail: {line}\n")
 
 
 def with_waits(
-    steps: Sequence[StepRecord], others: Sequence[Sequence[StepRecord]]
+    steps: Sequence[StepRecord], peers: Sequence[Sequence[StepRecord]]
 ) -> list[StepRecord]:
     """Return the steps of a rank whose waits for late ranks count as waits for data: these are
     late by their loaders, or gain less by a remedy, which then counts.
     """
-    found = []
+    counted = []
     for number, step in enumerate(steps):
-        shortest_ns = min(
-            (other[number].all_reduce_ns for other in others if len(other) > number),
-            default=step.all_reduce_ns,
-        )
-        waited_ns = max(0, step.all_reduce_ns - shortest_ns)
-        found.append(
-            msgspec.structs.replace(
-                step,
-                data_wait_ns=step.data_wait_ns + waited_ns,
-                all_reduce_ns=step.all_reduce_ns - waited_ns,
-            )
-        )
-    return found
+        waits_ns = [peer[number].all_reduce_ns for peer in peers if len(peer) > number]
+        late_ns = max(0, step.all_reduce_ns - min(waits_ns, default=step.all_reduce_ns))
+        changes = {
+            "data_wait_ns": step.data_wait_ns + late_ns,
+            "all_reduce_ns": step.all_reduce_ns - late_ns,
+        }
+        counted.append(msgspec.structs.replace(step, **changes))
+    return counted
 
 
 def _note_inputs(module: nn.Module, inputs: dict[nn.Module, _Inputs], recorder: Recorder) -> None:
@@ -243,25 +241,25 @@ def try_loader(
     epoch_steps = None
     if not isinstance(loader.dataset, IterableDataset):
         epoch_steps = math.ceil(len(loader) / num_batches)
-        if epoch_steps * steps_ns.mean() > _WHOLE_EPOCHS * seconds * 1e9:
+        if epoch_steps * steps_ns.mean() > _EPOCH_TRIALS * seconds * 1e9:
             epoch_steps = None
-    found: dict[_Trial, list[float]] = {}
+    times: dict[_Trial, list[float]] = {}
     with tempfile.TemporaryDirectory(prefix="fuelrail-remedies-") as folder:
-        first, *others = _trials(loader, epoch_steps, Path(folder))
-        for number, trial in enumerate((first, *others, first)):
+        first, *changes = _trials(loader, epoch_steps, Path(folder))
+        for number, trial in enumerate((first, *changes, first)):
             run = functools.partial(
                 _run_trial, trial, pace, number=number, seconds=seconds, epoch_steps=epoch_steps
             )
-            found[trial] = [*found.get(trial, ()), *_in_fork(run, trial.name)]
-            if not found[first]:
+            times[trial] = [*times.get(trial, ()), *_in_fork(run, trial.name)]
+            if not times[first]:
                 return []
     now = bootstrap_means(steps_ns, seed=0)
     # What the trial of the loader as it is misses of a real step, the others miss too.
-    missed = now.mean() / bootstrap_means(np.array(found.pop(first)), seed=1)
+    missed = now.mean() / bootstrap_means(np.array(times.pop(first)), seed=1)
     return [
-        _remedy(trial.name, trial.line, bootstrap_means(np.array(times), seed=2) * missed, now)
-        for trial, times in found.items()
-        if times
+        _remedy(trial.name, trial.line, bootstrap_means(np.array(spent), seed=2) * missed, now)
+        for trial, spent in times.items()
+        if spent
     ]
 
 
@@ -279,59 +277,55 @@ def _remedy(name: str, line: str, means: NDArray[np.float64], now: NDArray[np.fl
 
 
 def _trials(loader: DataLoader[Any], epoch_steps: int | None, folder: Path) -> list[_Trial]:
-    options = {
-        "num_workers": loader.num_workers,
-        "prefetch_factor": loader.prefetch_factor,
-        "persistent_workers": loader.persistent_workers,
-        "collate_fn": loader.collate_fn,
-        "timeout": loader.timeout,
-        "worker_init_fn": loader.worker_init_fn,
-        "multiprocessing_context": loader.multiprocessing_context,
-    }
+    options = {name: getattr(loader, name) for name in _OPTIONS}
 
-    def changed(num_left_out: int, **changes: Any) -> DataLoader[Any]:
+    def make_loader(num_left_out: int, **changes: Any) -> DataLoader[Any]:
         batches: dict[str, Any] = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
         if not isinstance(loader.dataset, IterableDataset):
-            sampler = loader.batch_sampler or loader.sampler
-            chosen = sampler if epoch_steps else _Endless(sampler, num_left_out)
-            batches = {"batch_sampler": chosen}
+            rows: Any = loader.batch_sampler or loader.sampler
+            if epoch_steps is None:  # one epoch without an end
+                epochs = itertools.chain.from_iterable(itertools.repeat(rows))
+                rows = itertools.islice(epochs, num_left_out, None)
+            batches = {"batch_sampler": rows}
             if loader.batch_sampler is None:
-                batches = {"batch_size": None, "sampler": chosen}
+                batches = {"batch_size": None, "sampler": rows}
         return DataLoader(loader.dataset, **batches, **(options | changes))
 
-    trials = [_Trial("as it is", "", changed)]
+    trials = [_Trial("as it is", "", make_loader)]
 
-    def offer(name: str, line: str | None = None, **changes: Any) -> None:
-        make = functools.partial(changed, **changes)
+    def add_trial(name: str, line: str | None = None, **changes: Any) -> None:
+        make = functools.partial(make_loader, **changes)
         trials.append(_Trial(name, line or f"DataLoader(..., {name})", make))
 
     num_workers = loader.num_workers
     counts = {default_num_workers(), 2 * max(1, num_workers), 4 * max(1, num_workers)}
     for count in sorted(counts - {num_workers}):
-        if count <= _MOST_WORKERS:
-            offer(f"num_workers={count}", num_workers=count)
+        if count <= _MAX_WORKERS:
+            add_trial(f"num_workers={count}", num_workers=count)
     if num_workers:
         factor = 2 * (loader.prefetch_factor or 2)
-        offer(f"prefetch_factor={factor}", prefetch_factor=factor)
+        add_trial(f"prefetch_factor={factor}", prefetch_factor=factor)
         if epoch_steps and not loader.persistent_workers:
-            offer("persistent_workers=True", persistent_workers=True)
+            add_trial("persistent_workers=True", persistent_workers=True)
         calls = ["cv2.setNumThreads(0)"] if "cv2" in sys.modules else []
         if find_spec("threadpoolctl") is not None:
             calls.append("threadpoolctl.threadpool_limits(1)")
         if calls:
             line = f"DataLoader(..., worker_init_fn=lambda _: ({', '.join(calls)}))"
-            offer("one thread", line, worker_init_fn=OneThread(loader.worker_init_fn))
-    line = "fr.decode_jpeg(Path(path).read_bytes()) in place of PIL.Image.open(path) or "
-    line += "cv2.imread(path)"
-    make = functools.partial(_with_own_decoder, loader, changed)
+            add_trial("one thread", line, worker_init_fn=OneThread(loader.worker_init_fn))
+    line = (
+        "fr.decode_jpeg(Path(path).read_bytes()) in place of PIL.Image.open(path) or "
+        "cv2.imread(path)"
+    )
+    make = functools.partial(_with_own_decoder, loader, make_loader)
     trials.append(_Trial("fr.decode_jpeg", line, make))
     files = _files_of(loader.dataset)
     if files:
         line = (
             "fuelrail shard, then fr.DataLoader(DATASET, ...), which resizes the images in place "
+            "of the dataset's own transforms"
         )
-        line += "of the dataset's own transforms"
-        make = functools.partial(_shards_of, loader, files[:_MOST_SAMPLES], folder)
+        make = functools.partial(_shards_of, loader, files[:_MAX_SAMPLES], folder)
         trials.append(_Trial("Fuelrail shards", line, make))
     return trials
 
@@ -344,30 +338,31 @@ def _run_trial(
     torch.set_num_threads(1)  # the threads of the process that was forked are not here
     num_left_out = number * (_MIN_STEPS + int(seconds * 100)) * pace.num_batches
     loader = trial.make(num_left_out)
+    if loader is None:
+        return []
     batches = itertools.chain.from_iterable(itertools.repeat(loader))
     num_warm_up = epoch_steps or max(4, 2 * getattr(loader, "num_workers", 0))
     unit = epoch_steps or 1
     times: list[float] = []
     ends_s = math.inf
+
+    def compute(_: int) -> None:  # without Python's lock
+        end_ns = time.thread_time_ns() + pace.cpu_ns
+        while time.thread_time_ns() < end_ns:
+            hashlib.blake2b(_BLOCK)
+
     with ThreadPoolExecutor(pace.num_threads) as threads:
         while time.monotonic() < ends_s or len(times) < _MIN_STEPS or len(times) % unit:
             start_s = time.monotonic()
             for _ in range(pace.num_batches):
                 next(batches)
-            list(threads.map(_compute, [pace.cpu_ns] * pace.num_threads))
+            list(threads.map(compute, range(pace.num_threads)))
             time.sleep(pace.idle_ns / 1e9)
             times.append(time.monotonic() - start_s)
             if ends_s == math.inf and len(times) == num_warm_up:
                 ends_s = time.monotonic() + seconds
                 times.clear()
     return times
-
-
-def _compute(cpu_ns: float) -> None:
-    """Compute, without Python's lock, until this thread has had that much CPU time."""
-    end_ns = time.thread_time_ns() + cpu_ns
-    while time.thread_time_ns() < end_ns:
-        hashlib.blake2b(_BLOCK)
 
 
 def _in_fork(function: Callable[[], list[float]], name: str) -> list[float]:
@@ -379,8 +374,6 @@ def _in_fork(function: Callable[[], list[float]], name: str) -> list[float]:
         times = []
         try:
             times = function()
-        except _DoesNotApply:
-            pass
         except Exception as error:  # noqa: BLE001 - of a caller's own code, under a change
             sys.stderr.write(f"fuelrail: {name} was not tried: {error}\n")
         sender.send(times)
@@ -397,18 +390,6 @@ def _in_fork(function: Callable[[], list[float]], name: str) -> list[float]:
         process.kill()
         process.join()
         receiver.close()
-
-
-class _Endless:
-    """Batches of a sampler over epoch after epoch, but for the first ones."""
-
-    def __init__(self, sampler: Iterable[Any], num_left_out: int) -> None:
-        self._sampler = sampler
-        self._num_left_out = num_left_out
-
-    def __iter__(self) -> Iterator[Any]:
-        epochs = itertools.chain.from_iterable(itertools.repeat(self._sampler))
-        return itertools.islice(epochs, self._num_left_out, None)
 
 
 class OneThread:
@@ -429,10 +410,9 @@ class OneThread:
 
 def _with_own_decoder(
     loader: DataLoader[Any], make: Callable[[int], Iterable[Any]], num_left_out: int
-) -> Iterable[Any]:
-    """Decode JPEGs that Pillow or OpenCV is given by our decoder, in this process and its workers.
-
-    Raises _DoesNotApply where a sample has none.
+) -> Iterable[Any] | None:
+    """Decode JPEGs that Pillow or OpenCV is given by our decoder, in this process and its workers;
+    None where a sample has none.
     """
     from fuelrail.loaders.decode.arrays import decode_jpeg
 
@@ -473,9 +453,7 @@ def _with_own_decoder(
         opencv.imread = read_image
         opencv.imdecode = decode_image
     _first_item(loader)
-    if next(num_decoded) == 0:
-        raise _DoesNotApply
-    return make(num_left_out)
+    return make(num_left_out) if next(num_decoded) else None
 
 
 def _first_item(loader: DataLoader[Any]) -> Any:
@@ -502,9 +480,9 @@ def _files_of(dataset: Any) -> list[Path]:
 
 def _shards_of(
     loader: DataLoader[Any], files: Sequence[Path], folder: Path, _: int
-) -> Iterable[Any]:
+) -> Iterable[Any] | None:
     """Convert images to shards, and return a loader of these whose images have the size that the
-    dataset gives them.
+    dataset gives them; None where it gives none.
     """
     from fuelrail.loaders.config import Transforms
     from fuelrail.loaders.loader import DataLoader as FuelrailLoader
@@ -520,7 +498,7 @@ def _shards_of(
         tuple(shape) for shape in shapes if len(shape) == 3 and 3 in (shape[0], shape[-1])
     ]
     if not sizes:
-        raise _DoesNotApply
+        return None
     is_planes = sizes[0][0] == 3
     height = sizes[0][1 if is_planes else 0]
     width = sizes[0][2 if is_planes else 1]
@@ -553,13 +531,11 @@ def try_pinning(loader: Any, steps: Sequence[StepRecord]) -> list[Remedy]:
     pageable = torch.ones(_COPIED_BYTES, dtype=torch.uint8)
     ways = (pageable.cuda, functools.partial(copy_pinned, 0))
     line = "DataLoader(..., pin_memory=True), and batch.to(device, non_blocking=True)"
-    return [_compare("pin_memory=True", line, steps, ("host_to_device",), ways)]
+    return [_compare("pin_memory=True", line, steps, phases=("host_to_device",), ways=ways)]
 
 
 def try_channels_last(
-    model: nn.Module,
-    inputs: _Inputs,
-    steps: Sequence[StepRecord],
+    model: nn.Module, inputs: _Inputs, steps: Sequence[StepRecord]
 ) -> list[Remedy]:
     """Return what another memory format would bring to a model, of which a copy is tried with
     random inputs of these shapes.
@@ -575,39 +551,39 @@ def try_channels_last(
     with torch.random.fork_rng(devices), torch.enable_grad():
         tensors = [torch.rand(shape, device=place).to(kind) for shape, kind, place in inputs]
 
-        def pass_through(twin: nn.Module, form: torch.memory_format) -> None:
+        def pass_through(form: torch.memory_format, twin: nn.Module) -> None:
             parts = [part.to(memory_format=form) if part.dim() == 4 else part for part in tensors]
             leaves = [leaf for leaf in tree_leaves(twin(*parts)) if isinstance(leaf, torch.Tensor)]
             torch.stack([leaf.sum() for leaf in leaves if leaf.requires_grad]).sum().backward()  # type: ignore[no-untyped-call]
 
-        forms = (torch.contiguous_format, torch.channels_last)
-        models: list[Any] = [copy.deepcopy(model) for _ in forms]
-        twins = [twin.to(memory_format=form) for twin, form in zip(models, forms, strict=True)]
-        ways = [functools.partial(pass_through, *pair) for pair in zip(twins, forms, strict=True)]
+        ways = []
+        for form in (torch.contiguous_format, torch.channels_last):
+            twin: Any = copy.deepcopy(model)
+            ways.append(functools.partial(pass_through, form, twin.to(memory_format=form)))
         line = "model.to(memory_format=torch.channels_last), and its images too"
-        found = _compare("channels_last", line, steps, ("forward", "backward"), ways)
+        remedy = _compare("channels_last", line, steps, phases=("forward", "backward"), ways=ways)
     random.setstate(states[0])
     np.random.set_state(states[1])
-    return [found]
+    return [remedy]
 
 
 def _compare(
     name: str,
     line: str,
     steps: Sequence[StepRecord],
+    *,
     phases: Sequence[str],
     ways: Sequence[Callable[[], object]],
 ) -> Remedy:
     """Time two ways in turns; the remedy is the second one, in these phases of a step."""
     times: list[list[float]] = [[], []]
-    for _, (way, spent) in itertools.product(
-        range(1 + _NUM_COMPARED), zip(ways, times, strict=True)
-    ):
-        start_s = time.monotonic()
-        way()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        spent.append(time.monotonic() - start_s)
+    for _ in range(1 + _NUM_COMPARED):
+        for way, spent in zip(ways, times, strict=True):
+            start_s = time.monotonic()
+            way()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            spent.append(time.monotonic() - start_s)
     before, after = (bootstrap_means(np.array(spent[1:]), seed=1) for spent in times)
     now = bootstrap_means(np.array([step.wall_ns for step in steps], np.float64), seed=0)
     share_ns = np.mean([sum(step.phase_ns(phase) for phase in phases) for step in steps])

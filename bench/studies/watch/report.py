@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 
 from fuelrail.bench.measure.clock import Summary, summarise_ns
+from fuelrail.bench.measure.display import display
 from fuelrail.bench.measure.machine import CpuUse, combine_host_uses, machine_facts
 from fuelrail.bench.measure.nvml import GpuUse
 from fuelrail.bench.measure.occupancy import (
@@ -23,7 +24,7 @@ from fuelrail.bench.measure.occupancy import (
     window_of,
 )
 from fuelrail.bench.measure.rates import Interval, bootstrap_means
-from fuelrail.bench.measure.records import RankLog, StepRecord, rank_path, read_rank
+from fuelrail.bench.measure.records import RankLog, rank_path, read_rank
 from fuelrail.bench.report.files import (
     REPORT_JSON,
     ReportHead,
@@ -39,6 +40,7 @@ from fuelrail.bench.studies.watch.judge import (
     find_causes,
     late_steps,
     part_times,
+    total_details,
 )
 from fuelrail.pipeline.cli import counted
 
@@ -69,12 +71,12 @@ class RankTimes(msgspec.Struct, frozen=True, kw_only=True):
     says of its GPU.
     """
 
-    rank: int
-    device: str
-    step_ms: float
-    occupancy: float
+    rank: Annotated[int, display("rank")]
+    device: Annotated[str, display("device")]
+    step_ms: Annotated[float, display("step", unit="ms")]
+    occupancy: Annotated[float, display("occupancy", digits=".1%")]
     shares: dict[str, float]
-    last_in: float
+    last_in: Annotated[float, display("last", digits=".0%")]
     gpu: GpuUse | None = None
 
 
@@ -83,12 +85,12 @@ class Remedy(msgspec.Struct, frozen=True, kw_only=True):
     step that it saves with the ends of its 95 % interval.
     """
 
-    name: str
-    line: str
-    step_ms: float
-    gain: float
-    low: float
-    high: float
+    name: Annotated[str, display("remedy")]
+    line: Annotated[str, display("line to change")]
+    step_ms: Annotated[float, display("step", unit="ms")]
+    gain: Annotated[float, display("saves of the step", digits=".1%")]
+    low: Annotated[float, display("at least", digits=".1%")]
+    high: Annotated[float, display("at most", digits=".1%")]
 
     def as_text(self) -> str:
         """Return the remedy in a line."""
@@ -109,11 +111,11 @@ class WatchReport(ReportHead, frozen=True, kw_only=True):
 
     num_ranks: int
     window: Window
-    step_time: Summary | None
-    occupancy: Occupancy | None
-    findings: list[Finding]
-    ranks: list[RankTimes]
-    times: dict[str, Interval]
+    step_time: Summary | None = None
+    occupancy: Occupancy | None = None
+    findings: list[Finding] = msgspec.field(default_factory=list)
+    ranks: list[RankTimes] = msgspec.field(default_factory=list)
+    times: dict[str, Interval] = msgspec.field(default_factory=dict)
     remedies: list[Remedy] = msgspec.field(default_factory=list)
 
     def verdict(self) -> str:
@@ -167,24 +169,24 @@ class WatchReport(ReportHead, frozen=True, kw_only=True):
 
     def as_prometheus(self) -> str:
         """Return the report as gauges, such as for the node exporter's textfile collector."""
-        values: dict[str, list[tuple[dict[str, Any], float]]] = {name: [] for name in _GAUGES}
+        samples = []
         for row in self.ranks:
-            rank = {"rank": row.rank}
-            values["step_seconds"].append((rank, row.step_ms / 1e3))
-            values["occupancy_ratio"].append((rank, row.occupancy))
+            rank = f'rank="{row.rank}"'
+            samples.append(("step_seconds", rank, row.step_ms / 1e3))
+            samples.append(("occupancy_ratio", rank, row.occupancy))
             for part, share in row.shares.items():
-                values["part_ratio"].append((rank | {"part": part}, share))
+                samples.append(("part_ratio", f'{rank},part="{part}"', share))
         for finding in self.findings:
             blamed = "" if finding.rank is None else finding.rank
-            labels = {"cause": finding.cause, "phase": finding.phase, "rank": blamed}
-            values["finding_ratio"].append((labels, finding.share))
+            labels = f'cause="{finding.cause}",phase="{finding.phase}",rank="{blamed}"'
+            samples.append(("finding_ratio", labels, finding.share))
         lines = []
-        for name, rows in values.items():
-            lines.append(f"# HELP fuelrail_watch_{name} {_GAUGES[name]}")
-            lines.append(f"# TYPE fuelrail_watch_{name} gauge")
-            for labels, value in rows:
-                words = ",".join(f'{label}="{word}"' for label, word in labels.items())
-                lines.append(f"fuelrail_watch_{name}{{{words}}} {value:.6g}")
+        for gauge, text in _GAUGES.items():
+            lines.append(f"# HELP fuelrail_watch_{gauge} {text}")
+            lines.append(f"# TYPE fuelrail_watch_{gauge} gauge")
+            for name, labels, value in samples:
+                if name == gauge:
+                    lines.append(f"fuelrail_watch_{gauge}{{{labels}}} {value:.6g}")
         return "\n".join(lines) + "\n"
 
 
@@ -234,9 +236,9 @@ def build_report(
         by_name.setdefault(remedy.name, []).append(remedy)
     # The ranks go on together, so that one to which a remedy brings less holds the others up.
     remedies = [
-        min(found, key=lambda remedy: remedy.gain)
-        for found in by_name.values()
-        if len(found) == len(tried)
+        min(results, key=lambda remedy: remedy.gain)
+        for results in by_name.values()
+        if len(results) == len(tried)
     ]
     remedies.sort(key=lambda remedy: -remedy.gain)
     missing = [rank for rank in range(world) if not logs.get(rank, RankLog()).steps]
@@ -248,51 +250,9 @@ def build_report(
     num_records = min((len(log.steps) for log in logs.values()), default=0)
     warm_up = min(_WARM_UP, max(0, num_records - MIN_MEASURED_STEPS))
     warm_up = max(warm_up, num_records - _MAX_RECORDS)
-    steps = [log.steps for log in logs.values()]
-    window = window_of(steps, warm_up)
+    window = window_of([log.steps for log in logs.values()], warm_up)
     machine = machine_facts()
-    occupancy = None
-    findings: list[Finding] = []
-    ranks: list[RankTimes] = []
-    step_time = None
-    times: dict[str, Interval] = {}
-    disturbed = None
-    if window.too_short is None:
-        inside = {rank: measured_steps(log.steps, window) for rank, log in logs.items()}
-        occupancy = occupancy_of(steps, window)
-        num_workers = max(log.header.num_workers if log.header else 0 for log in logs.values())
-        uses = [
-            use for rank_steps in inside.values() if (use := _cpu_use(rank_steps, machine.num_cpus))
-        ]
-        disturbed = combine_host_uses(uses).disturbed if uses else None
-        findings = find_causes(
-            inside,
-            num_workers=num_workers,
-            num_cpus=machine.num_cpus,
-            is_loaded=disturbed is not None,
-        )
-        every = [step for rank in inside.values() for step in rank]
-        step_time = summarise_ns([step.wall_ns // step.details.num_steps for step in every])
-        times = _mean_times(list(inside.values()))
-        last = late_steps(list(inside.values()))
-        for row, (rank, rank_steps) in enumerate(inside.items()):
-            header = logs[rank].header
-            wall_ns = sum(step.wall_ns for step in rank_steps)
-            columns = zip(*map(part_times, rank_steps), strict=True)
-            ranks.append(
-                RankTimes(
-                    rank=rank,
-                    device="unknown" if header is None else header.device,
-                    step_ms=wall_ns / sum(step.details.num_steps for step in rank_steps) / 1e6,
-                    occupancy=occupancy.ranks[row].occupancy,
-                    shares={
-                        part: sum(part_ns) / wall_ns
-                        for part, part_ns in zip(PARTS, columns, strict=True)
-                    },
-                    last_in=last[row],
-                    gpu=logs[rank].gpu,
-                )
-            )
+    judged = {} if window.too_short else _judge(logs, window, machine.num_cpus)
     return WatchReport(
         schema=SCHEMA,
         version=VERSION,
@@ -300,50 +260,75 @@ def build_report(
         machine=machine,
         options={},
         warnings=warnings,
-        disturbed=disturbed,
         num_ranks=len(logs),
         window=window,
-        step_time=step_time,
-        occupancy=occupancy,
-        findings=findings,
-        ranks=ranks,
-        times=times,
         remedies=remedies,
+        **judged,
     )
 
 
-def _mean_times(ranks: Sequence[Sequence[StepRecord]]) -> dict[str, Interval]:
-    """Return the mean step and its parts, over ranks, with 95 % intervals over blocks of steps."""
-    parts = np.array([[part_times(step) for step in steps] for steps in ranks], np.float64)
-    num_steps = np.array([step.details.num_steps for step in ranks[0]])
+def _judge(logs: Mapping[int, RankLog], window: Window, num_cpus: float) -> dict[str, Any]:
+    """Return the report's fields that are known of a window that is long enough."""
+    inside = {rank: measured_steps(log.steps, window) for rank, log in logs.items()}
+    every = list(inside.values())
+    uses = []
+    for steps in every:
+        total = total_details(steps)
+        if total.host_cpu_ns:
+            own_ns = total.process_cpu_ns + total.workers_cpu_ns
+            use = CpuUse(
+                seconds=total.cpu_wall_ns / 1e9,
+                own_cpus=own_ns / total.cpu_wall_ns,
+                other_cpus=max(0, total.host_cpu_ns - own_ns) / total.cpu_wall_ns,
+                usable=num_cpus,
+            )
+            uses.append(use)
+    disturbed = combine_host_uses(uses).disturbed if uses else None
+    occupancy = occupancy_of([log.steps for log in logs.values()], window)
+    # The mean step and its parts, over ranks, with 95 % intervals over blocks of steps.
+    parts = np.array([[part_times(step) for step in steps] for steps in every], np.float64)
+    num_steps = np.array([step.details.num_steps for step in every[0]])
     parts_ms = parts.mean(axis=0) / num_steps[:, None] / 1e6
     columns = {"step [ms]": parts_ms.sum(axis=1)}
     columns |= {f"{LABELS[part]} [ms]": parts_ms[:, row] for row, part in enumerate(PARTS)}
-    times = {}
+    means = {}
     for name, values in columns.items():
         low, high = np.quantile(bootstrap_means(values, seed=0), (0.025, 0.975)).tolist()
         if low > _MIN_MS:
-            times[name] = Interval(
+            means[name] = Interval(
                 median=float(values.mean()),
                 low=low,
                 high=high,
                 confidence=0.95,
                 num_repeats=len(values),
             )
-    return times
-
-
-def _cpu_use(steps: Sequence[StepRecord], usable: float) -> CpuUse | None:
-    """Return the use of the host's CPUs by a rank, with its workers, and by all others."""
-    details = [step.details for step in steps]
-    seconds = sum(entry.cpu_wall_ns for entry in details) / 1e9
-    host_s = sum(entry.host_cpu_ns for entry in details) / 1e9
-    if not seconds or not host_s:
-        return None
-    own_s = sum(entry.process_cpu_ns + entry.workers_cpu_ns for entry in details) / 1e9
-    return CpuUse(
-        seconds=seconds,
-        own_cpus=own_s / seconds,
-        other_cpus=max(0.0, host_s - own_s) / seconds,
-        usable=usable,
-    )
+    last = late_steps(every)
+    ranks = []
+    for row, (rank, steps) in enumerate(inside.items()):
+        header = logs[rank].header
+        wall_ns = sum(step.wall_ns for step in steps)
+        parts_ns = parts[row].sum(axis=0)
+        times = RankTimes(
+            rank=rank,
+            device="unknown" if header is None else header.device,
+            step_ms=wall_ns / sum(step.details.num_steps for step in steps) / 1e6,
+            occupancy=occupancy.ranks[row].occupancy,
+            shares=dict(zip(PARTS, (parts_ns / wall_ns).tolist(), strict=True)),
+            last_in=last[row],
+            gpu=logs[rank].gpu,
+        )
+        ranks.append(times)
+    steps_ns = [step.wall_ns // step.details.num_steps for steps in every for step in steps]
+    return {
+        "disturbed": disturbed,
+        "step_time": summarise_ns(steps_ns),
+        "occupancy": occupancy,
+        "findings": find_causes(
+            inside,
+            num_workers=max(log.header.num_workers if log.header else 0 for log in logs.values()),
+            num_cpus=num_cpus,
+            is_loaded=disturbed is not None,
+        ),
+        "ranks": ranks,
+        "times": means,
+    }

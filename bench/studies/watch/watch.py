@@ -96,7 +96,7 @@ class Session:
 
     def before_batch(self, loader: Any) -> None:
         """Note that the loop is about to ask a loader for a batch."""
-        if self._trials is not None and self._trials.are_made(loader, self._hooks.modules):
+        if self._trials is not None and self._trials.advance(loader, self._hooks.modules):
             self._trials = None
 
     def report(self, *, is_last: bool = False) -> WatchReport | None:
@@ -162,7 +162,9 @@ class Watch:
         self.loader = loader
         session = Session.current
         if session is None:
-            models = () if model is None else model if isinstance(model, list | tuple) else (model,)
+            models = [] if model is None else [model]
+            if isinstance(model, list | tuple):
+                models = list(model)
             session = Session(out, is_printed=True, models=models, optimizer=optimizer)
         elif out is not None and Path(out).absolute() != session.folder.absolute():
             raise ConfigError(

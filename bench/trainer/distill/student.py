@@ -171,7 +171,18 @@ def divergence(
     """
     if isinstance(teacher, Logits):
         temperature = 1.0 if temperature is None else temperature
-        values = _sparse_divergence(logits.float() / temperature, teacher)
+        student = logits.float() / temperature  # [..., T, V]
+        indices = teacher.indices.long()
+        total = student.logsumexp(-1)
+        listed = student.gather(-1, indices) - total[..., None]
+        values: Tensor = -(teacher.weights * listed).sum(-1)
+        if teacher.tail is not None:
+            values = values + torch.xlogy(teacher.weights, teacher.weights).sum(-1)
+        if teacher.tail is not None and indices.shape[-1] < student.shape[-1]:
+            # Not 1 - sum of the listed probabilities: where the student is sure of them, nothing is
+            # left of its digits.
+            rest = student.scatter(-1, indices, -torch.inf).logsumexp(-1) - total
+            values = values + torch.xlogy(teacher.tail, teacher.tail) - teacher.tail * rest
         weights = None if weights is None else weights * teacher.known
     else:
         temperature = TEMPERATURE if temperature is None else temperature
@@ -190,25 +201,6 @@ def divergence(
         if weights is None
         else (values * weights).sum() / (weights.sum() + (weights.sum() == 0))
     )
-
-
-def _sparse_divergence(student: Tensor, teacher: Logits) -> Tensor:
-    """Return what :func:`divergence` says of stored logits; ``student`` [..., T, V] are logits of
-    the student.
-    """
-    indices = teacher.indices.long()
-    total = student.logsumexp(-1)
-    listed = student.gather(-1, indices) - total[..., None]
-    values: Tensor = -(teacher.weights * listed).sum(-1)
-    if teacher.tail is None:
-        return values
-    values = values + torch.xlogy(teacher.weights, teacher.weights).sum(-1)
-    if indices.shape[-1] < student.shape[-1]:
-        # Not 1 - sum of the listed probabilities: where the student is sure of them, nothing is
-        # left of its digits.
-        rest = student.scatter(-1, indices, -torch.inf).logsumexp(-1) - total
-        values = values + torch.xlogy(teacher.tail, teacher.tail) - teacher.tail * rest
-    return values
 
 
 def distilled(

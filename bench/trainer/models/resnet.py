@@ -109,4 +109,5 @@ class _Bottleneck(nn.Module):
 def _convolution(
     inputs: int, outputs: int, size: int, stride: int
 ) -> tuple[nn.Conv2d, nn.BatchNorm2d]:
-    return nn.Conv2d(inputs, outputs, size, stride, size // 2, bias=False), nn.BatchNorm2d(outputs)
+    convolution = nn.Conv2d(inputs, outputs, size, stride=stride, padding=size // 2, bias=False)
+    return convolution, nn.BatchNorm2d(outputs)

@@ -146,7 +146,8 @@ def parallelise(
     if isinstance(mesh, str):
         changes["mesh"] = mesh
     if isinstance(optimiser, str):
-        changes["optimiser"], optimiser = optimiser, None
+        changes["optimiser"] = optimiser
+        optimiser = None
     if changes or not isinstance(settings, ParallelSettings):
         settings = make_options(ParallelSettings, settings, changes)
     if accelerator is None:

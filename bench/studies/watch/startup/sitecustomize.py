@@ -13,8 +13,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-_HERE = Path(__file__).parent
-
 
 def _start(_: Any) -> None:
     from fuelrail.bench.studies.watch.watch import start_by_environment
@@ -22,19 +20,15 @@ def _start(_: Any) -> None:
     start_by_environment()
 
 
-def _run_other() -> None:
-    """Run the sitecustomize that this one hides."""
-    path = [entry for entry in sys.path if Path(entry) != _HERE]
-    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", path)
-    if spec is not None and spec.loader is not None:
-        module = importlib.util.module_from_spec(spec)
-        sys.modules["sitecustomize"] = module
-        spec.loader.exec_module(module)
-
-
 if __name__ == "sitecustomize":
     if os.environ.get("FUELRAIL_WATCH"):
         from _fuelrail_after_import import AfterImport
 
         AfterImport("torch", _start)
-    _run_other()
+    # The sitecustomize that this one hides.
+    path = [entry for entry in sys.path if Path(entry) != Path(__file__).parent]
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", path)
+    if spec is not None and spec.loader is not None:
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["sitecustomize"] = module
+        spec.loader.exec_module(module)

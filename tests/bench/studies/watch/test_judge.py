@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from fuelrail.bench.report.page import render_markdown, render_page
+from fuelrail.bench.studies.watch.judge import find_causes
 from support.watch_records import PLAIN, STEPS, rank, record, report_on
 
 if TYPE_CHECKING:
@@ -93,6 +94,28 @@ def test_a_loader_with_workers_is_to_blame_alone_only_if_those_of_other_ranks_ha
 def test_a_loader_computes_or_waits(num_workers, details, cause):
     report = report_on(rank({"data_wait": 40}, **details), num_workers=num_workers)
     assert report.findings[0].cause == cause
+
+
+@pytest.mark.parametrize(
+    ("host", "num_ranks", "text"),
+    [
+        (2_300, 1, "All 2 workers are busy, and 5 cores are idle."),
+        (6_500, 1, "All 2 workers are busy, and a core is idle."),
+        (6_500, 2, None),
+        (0, 1, None),
+    ],
+    ids=["idle-cores", "an-idle-core", "fewer-cores-than-ranks", "unknown-host"],
+)
+def test_too_few_workers_are_named_if_they_are_busy_beside_idle_cores(host, num_ranks, text):
+    used = {"cpu_wall_ns": 1_000, "workers_cpu_ns": 1_900, "host_cpu_ns": host}
+    ranks = dict.fromkeys(range(num_ranks), rank({"data_wait": 40}, **used))
+    finding = find_causes(ranks, num_workers=2, num_cpus=8, is_loaded=False)[0]
+    if text is None:
+        assert finding.cause == "preprocessing"
+    else:
+        assert finding.cause == "too few workers"
+        assert text in finding.text
+        assert "more workers" in finding.advice
 
 
 @pytest.mark.parametrize(
