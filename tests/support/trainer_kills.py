@@ -296,6 +296,8 @@ def start(train, folder, attempt, options, *, size):
         train(Log(folder, attempt, options))
         os._exit(0)  # without the teardown of a process group that others may have left
 
+    if torch.distributed.is_initialized():  # one that a trainer left, whose threads no child has
+        torch.distributed.destroy_process_group()
     return [fork(partial(work, rank)) for rank in range(size)]
 
 
