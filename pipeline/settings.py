@@ -505,6 +505,8 @@ def load_yaml(path: str | os.PathLike[str], to: type[S]) -> S:
 
     Raises ConfigError naming file, line and path in the file.
     """
+    import yaml
+
     presets_by_name = preset_files(to)
     file = presets_by_name.get(str(path), Path(path))
     try:
@@ -534,7 +536,24 @@ def load_yaml(path: str | os.PathLike[str], to: type[S]) -> S:
         return msgspec.convert(value, to)
     except msgspec.ValidationError as error:
         fault = find_fault(error, value, to)
-        raise ConfigError(f"{file}:{_line_of(root, fault)}: {fault}") from error
+        steps = _steps(fault.path)
+        if fault.unknown_field is not None:
+            steps.append(fault.unknown_field)
+        node = root
+        line = 1  # of the entry that is at fault
+        for step in steps:
+            if isinstance(node, yaml.MappingNode):
+                entry = next((entry for entry in node.value if entry[0].value == step), None)
+                if entry is None:
+                    break
+                key, node = entry
+                line = key.start_mark.line + 1
+            elif isinstance(node, yaml.SequenceNode):
+                if not step.isdigit() or int(step) >= len(node.value):
+                    continue
+                node = node.value[int(step)]
+                line = node.start_mark.line + 1
+        raise ConfigError(f"{file}:{line}: {fault}") from error
 
 
 class SettingFault(msgspec.Struct, frozen=True):
@@ -858,28 +877,6 @@ def _inner(kind: inspect.Type, step: str) -> Iterator[inspect.Type]:
         yield kind.item_type
     elif isinstance(kind, inspect.TupleType):
         yield kind.item_types[int(step)]
-
-
-def _line_of(root: yaml.Node | None, fault: SettingFault) -> int:
-    """Return the line (from 1) of the entry that is at fault."""
-    import yaml
-
-    steps = _steps(fault.path)
-    if fault.unknown_field is not None:
-        steps.append(fault.unknown_field)
-    node = root
-    line = 1
-    for step in steps:
-        if isinstance(node, yaml.MappingNode):
-            entry = next(((k, v) for k, v in node.value if k.value == step), None)
-            if entry is None:
-                break
-            line = entry[0].start_mark.line + 1
-            node = entry[1]
-        elif isinstance(node, yaml.SequenceNode) and step.isdigit() and int(step) < len(node.value):
-            node = node.value[int(step)]
-            line = node.start_mark.line + 1
-    return line
 
 
 def _refuse_duplicates(node: yaml.Node | None, file: Path, visited: set[int]) -> None:

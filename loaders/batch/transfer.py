@@ -254,7 +254,12 @@ class Arena:
 
 def pack(tensors: Sequence[torch.Tensor], room: Memory) -> Packed:
     """Copy tensors behind one another, each aligned, into memory that ``room`` returns."""
-    dense = [tensor if _is_dense(tensor) else tensor.contiguous() for tensor in tensors]
+    dense = []
+    for tensor in tensors:
+        # The elements fill the memory from the first to the last, in any order of the axes.
+        is_dense = tensor.is_contiguous()
+        is_dense = is_dense or torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+        dense.append(tensor if is_dense else tensor.contiguous())
     pieces: list[Piece] = []
     num_bytes = 0
     for tensor in dense:
@@ -291,14 +296,4 @@ def is_plain(value: object) -> bool:
         and value.layout is torch.strided
         and not value.requires_grad
         and not (value.is_conj() or value.is_neg() or value.is_quantized)
-    )
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether the elements fill the memory from the first to the last, in any order of
-    the axes.
-    """
-    return (
-        tensor.is_contiguous()
-        or torch.empty_like(tensor, device="meta").stride() == tensor.stride()
     )

@@ -100,11 +100,8 @@ def make_decoder(
     """
     place = Place("cpu" if device is None else str(device), num_threads, facts, dali)
     built_in = BACKENDS.get("turbo" if name == "auto" else name)
-    return _plugin(name, place) if built_in is None else built_in(place)
-
-
-def _plugin(name: str, place: Place) -> ImageDecoder:
-    """Return the decoder of a plug-in; raises ConfigError, see `make_decoder`."""
+    if built_in is not None:
+        return built_in(place)
     plugins = plugin_decoders()
     if name not in plugins:
         names = [*BACKENDS, *plugins]

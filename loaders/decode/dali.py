@@ -154,13 +154,9 @@ class DaliDecoder:
         self._reason = ""  # DALI's, of the last image that it failed on
         self._has_warned_of_lens = False
         _OPEN.add(self)
-        self._num_threads = self._choose_threads(num_threads) if self._on_gpu else num_threads
-
-    def _choose_threads(self, num_threads: int) -> int:
-        """Return the threads of each pipeline on the GPU.
-
-        Warns where another engine decodes than is expected.
-        """
+        self._num_threads = num_threads  # of each pipeline
+        if not self._on_gpu:
+            return
         is_hardware = self._hardware_share > 0.0
         if torch.cuda.is_available():
             engine = dali_install.gpu_engine(self.device.index)
@@ -178,9 +174,12 @@ class DaliDecoder:
                     engine.advice,
                 )
             is_hardware &= engine.name == "hardware"
-        # Elsewhere each thread decodes the Huffman code of images, so the lanes share all CPUs of
-        # the rank.
-        return min(num_threads, _GPU_THREADS) if is_hardware else max(1, num_threads // MIN_LANES)
+        if is_hardware:
+            self._num_threads = min(num_threads, _GPU_THREADS)
+        else:
+            # Each thread decodes the Huffman code of images, so the lanes share all CPUs of the
+            # rank.
+            self._num_threads = max(1, num_threads // MIN_LANES)
 
     def close(self) -> None:
         """Drop the pipelines of all threads and give DALI's unused memory back; see the
@@ -232,7 +231,18 @@ class DaliDecoder:
         interpolation: Interpolation = "bilinear",
     ) -> list[ImageError | None]:
         """Decode a batch; see the protocol."""
-        self._check(image_maps, out, interpolation)
+        if interpolation not in INTERPOLATIONS:
+            raise ConfigError(
+                f"interpolation={interpolation!r} must be one of {', '.join(INTERPOLATIONS)}"
+            )
+        sizes = {(3, *image_map.out_wh[::-1]) for image_map in image_maps}
+        is_bytes = out.dtype == torch.uint8 and out.device == self.device
+        if not is_bytes or out.ndim != 4 or sizes - {tuple(out.shape[1:])}:
+            raise ConfigError(
+                f"out must be a uint8 tensor on {self.device} of shape [{len(image_maps)}, "
+                f"3, height, width] with the maps' output sizes {sorted(sizes)}, got "
+                f"{out.dtype} on {out.device} {tuple(out.shape)}"
+            )
         stream = self._local.state.stream(self.device)
         with torch.cuda.stream(stream):
             try:
@@ -354,29 +364,6 @@ class DaliDecoder:
                     "allowed; take decoder='turbo', or another version than "
                     f"{dali_install.installed_dali()}"
                 )
-
-    def _check(
-        self,
-        image_maps: Sequence[ImageMap],
-        out: torch.Tensor,
-        interpolation: str,
-    ) -> None:
-        if interpolation not in INTERPOLATIONS:
-            raise ConfigError(
-                f"interpolation={interpolation!r} must be one of {', '.join(INTERPOLATIONS)}"
-            )
-        sizes = {(3, *image_map.out_wh[::-1]) for image_map in image_maps}
-        if (
-            out.dtype != torch.uint8
-            or out.device != self.device
-            or sizes - {tuple(out.shape[1:])}
-            or out.ndim != 4
-        ):
-            raise ConfigError(
-                f"out must be a uint8 tensor on {self.device} of shape [{len(image_maps)}, "
-                f"3, height, width] with the maps' output sizes {sorted(sizes)}, got "
-                f"{out.dtype} on {out.device} {tuple(out.shape)}"
-            )
 
     def _run_or_split(
         self,

@@ -107,7 +107,9 @@ class TurboDecoder:
         elif native:
             library = load_native()
         self._native: CameraJpeg | None = None if isinstance(library, str) else library
-        _hold_opencv_threads()
+        with _opencv_lock:
+            _opencv_holds.append(_opencv_holds[0] if _opencv_holds else cv2.getNumThreads())
+            cv2.setNumThreads(1)
         weakref.finalize(self, _release_opencv_threads).atexit = False
 
     def decode_into(
@@ -602,12 +604,6 @@ def _decode_png(encoded: Buffer, info: ImageInfo) -> Picture:
     if image is None or image.shape != (info.height, info.width, 3):
         raise ImageError("PNG cannot be decoded: its pixel data are broken")
     return image
-
-
-def _hold_opencv_threads() -> None:
-    with _opencv_lock:
-        _opencv_holds.append(cv2.getNumThreads() if not _opencv_holds else _opencv_holds[0])
-        cv2.setNumThreads(1)
 
 
 def _release_opencv_threads() -> None:

@@ -132,7 +132,8 @@ class Requester:
         await self._place.acquire()
         self._num_taken += 1
         started = loop.time()  # the deadline is for storage, not for the queue in front of it
-        failures = short = 0
+        failures = 0
+        num_short = 0
         try:
             while True:
                 try:
@@ -143,8 +144,14 @@ class Requester:
                         self.request_bytes += length
                         self._count()
                         return view
-                    short += len(view) < length
-                    fault = _make_length_fault(len(view), length, short)
+                    if len(view) > length:
+                        text = f"the server sent {len(view)} bytes for a range of {length}"
+                        fault = Fault("invalid", f"{text}: it does not serve byte ranges")
+                    else:
+                        num_short += 1
+                        kind: FaultKind = "transient" if num_short < _SHORT_ANSWERS else "cut"
+                        text = f"the answer came short: {len(view)} of {length} bytes"
+                        fault = Fault(kind, text)
                 except Exception as error:  # noqa: BLE001 - any library's; fault_of classifies them
                     fault = fault_of(error, self._options)
                 failures += 1
@@ -251,16 +258,6 @@ class Requester:
             return False
         self._extra -= 1.0
         return True
-
-
-def _make_length_fault(got: int, expected: int, num_short: int) -> Fault:
-    if got > expected:
-        return Fault(
-            "invalid",
-            f"the server sent {got} bytes for a range of {expected}: it does not serve byte ranges",
-        )
-    kind: FaultKind = "transient" if num_short < _SHORT_ANSWERS else "cut"
-    return Fault(kind, f"the answer came short: {got} of {expected} bytes")
 
 
 def _ignore_outcome(task: asyncio.Task[Buffer]) -> None:

@@ -151,7 +151,7 @@ def contact_sheet(
             left += 18 + _text_size(text)[0] + 24
         parts.append(legend)
     for channel, value in values:
-        parts.append(_make_value_strip(width, channel, value))
+        parts.append(_strip(width, f"{channel.name}: {value_text(channel, value)}"))
     return np.concatenate(parts)
 
 
@@ -193,14 +193,20 @@ def _draw_tiles(
         for entry, value in values:
             if entry.law.camera == channel and entry.law.name in ON_IMAGES:
                 _draw_value(tile, entry, value)
-        if (
-            frame.boxes is not None and np.isfinite(frame.ego2img[number]).all()
-        ):  # NaN: the clip lacks the camera
+        projection = frame.ego2img[number].astype(np.float64)
+        has_camera = np.isfinite(projection).all()  # else the clip lacks it
+        if frame.boxes is not None and has_camera:
             plain = tile.copy()
-            projection = frame.ego2img[number].astype(np.float64)
+            size_px = max(tile.shape)
             corners = frame.boxes.corners
-            for box, lines in project_boxes(corners, projection, max(tile.shape[:2])):
-                _hide_behind(tile, plain, corners[box], projection)
+            for box, lines in project_boxes(corners, projection, size_px):
+                # Restore the picture inside the box's outline: what lies behind it is not seen.
+                outline = project_corners(corners[box], projection, size_px)
+                if outline is not None:
+                    inside = np.zeros(tile.shape[:2], np.uint8)
+                    hull = cv2.convexHull(outline.round().astype(np.int32))
+                    cv2.fillConvexPoly(inside, hull, 1)
+                    tile[inside > 0] = plain[inside > 0]
                 colour = colour_of(int(frame.boxes.label[box]))
                 for start, end in np.round(lines * 16).astype(int).tolist():
                     cv2.line(tile, start, end, colour, lineType=cv2.LINE_AA, shift=4)
@@ -327,21 +333,6 @@ def turn_text(ida_mat: NDArray[np.floating[Any]]) -> str:
     if abs(degrees) >= 0.5:
         text += f"  {degrees:+.1f} deg"
     return text
-
-
-def _hide_behind(
-    tile: NDArray[np.uint8],
-    plain: NDArray[np.uint8],
-    corners: NDArray[np.float64],
-    ego2img: NDArray[np.float64],
-) -> None:
-    """Restore the picture inside a box's outline: what lies behind it is not seen."""
-    pixels = project_corners(corners, ego2img, max(tile.shape))
-    if pixels is None:
-        return
-    inside = np.zeros(tile.shape[:2], np.uint8)
-    cv2.fillConvexPoly(inside, cv2.convexHull(pixels.round().astype(np.int32)), 1)
-    tile[inside > 0] = plain[inside > 0]
 
 
 def _draw_from_above(
@@ -484,11 +475,6 @@ def groups_of(value: Any, channel: Channel, role: str) -> Iterator[NDArray[np.fl
             else value[..., [channel.columns.index(name) for name in group]]
         )
         yield np.asarray(columns, np.float64).reshape(-1, columns.shape[-1])
-
-
-def _make_value_strip(width: int, channel: Channel, value: Any) -> NDArray[np.uint8]:
-    """Return a strip that names a channel, with its value where it is short."""
-    return _strip(width, f"{channel.name}: {value_text(channel, value)}")
 
 
 def value_text(channel: Channel, value: Any) -> str:

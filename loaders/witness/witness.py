@@ -126,7 +126,18 @@ class Witness:
         self._folder = None if folder is None else Path(folder)
         self._on_fault = on_fault
         self._group, self._rank, self._world = _process_group(timeout_s)
-        groups = _rank_groups(groups, self._world)
+        if hasattr(groups, "mesh_dim_names"):
+            from fuelrail.loaders.distributed import DATA_AXES
+
+            names = groups.mesh_dim_names or ("dp",)
+            data_axes = [axis for axis, name in enumerate(names) if name in DATA_AXES]
+            model_axes = [axis for axis, name in enumerate(names) if name not in DATA_AXES]
+            size = math.prod(groups.mesh.shape[axis] for axis in model_axes)
+            groups = groups.mesh.permute(*data_axes, *model_axes).reshape(-1, size).tolist()
+        if groups is not None:
+            groups = [[int(rank) for rank in group] for group in groups]
+            if sorted(itertools.chain(*groups)) != list(range(self._world)):
+                raise ConfigError(f"groups={groups} must hold each of the {self._world} ranks once")
         self._rules = rules._replace(tail=tail or rules.tail, content=content, groups=groups)
         self._kind: str | None = None  # of ids, to which `_rules.expected` belongs
         self._previous: list[Epoch] = []
@@ -385,24 +396,6 @@ def _process_group(timeout_s: float) -> tuple[Any, int, int]:
             "from 0 and below the size"
         )
     return None, int(rank), int(world)
-
-
-def _rank_groups(groups: Any, world: int) -> list[list[int]] | None:
-    """Return lists of ranks that should see the same rows, from a device mesh or such lists."""
-    if groups is None:
-        return None
-    if hasattr(groups, "mesh_dim_names"):
-        from fuelrail.loaders.distributed import DATA_AXES
-
-        names = groups.mesh_dim_names or ("dp",)
-        data_axes = [axis for axis, name in enumerate(names) if name in DATA_AXES]
-        model_axes = [axis for axis, name in enumerate(names) if name not in DATA_AXES]
-        size = math.prod(groups.mesh.shape[axis] for axis in model_axes)
-        groups = groups.mesh.permute(*data_axes, *model_axes).reshape(-1, size).tolist()
-    ranks = [[int(rank) for rank in group] for group in groups]
-    if sorted(itertools.chain(*ranks)) != list(range(world)):
-        raise ConfigError(f"groups={ranks} must hold each of the {world} ranks once")
-    return ranks
 
 
 def _is_order(part: object) -> bool:

@@ -217,7 +217,31 @@ def encode(
             raise ConfigError(f"codec {ZSTD_DICT!r} needs a dictionary")
         return dictionary.zstd.compressor(level).compress(raw)
     row = _row_bytes(codec)
-    return _encode_planes(raw, row, level) if row else _PLAIN.compressor(level).compress(raw)
+    if not row:
+        return _PLAIN.compressor(level).compress(raw)
+    # Rows are counted from the end, because array files have a header in front and their data last.
+    data = np.frombuffer(raw, np.uint8)
+    head = size % row
+    planes = np.empty(size, np.uint8)
+    planes[:head] = data[:head]
+    _transpose(data[head:].reshape(-1, row), planes[head:].reshape(row, -1))
+    plane_bytes = size // row
+    if plane_bytes < _MIN_BLOCK_BYTES:
+        return _PLAIN.compressor(level).compress(planes.data)
+    # Exponents and mantissas have little in common. So each plane is a block of its own with a
+    # Huffman table that fits, and one that does not shrink stays as it is, which is decoded at the
+    # speed of a copy.
+    frame = _PLAIN.compressor(level).compressobj(size=size)
+    parts: list[bytes] = []
+    begin = 0
+    for num_behind in reversed(range(row)):
+        end = size - num_behind * plane_bytes
+        is_last = num_behind == 0
+        flush = zstandard.COMPRESSOBJ_FLUSH_FINISH if is_last else zstandard.COMPRESSOBJ_FLUSH_BLOCK
+        parts.append(frame.compress(planes.data[begin:end]))
+        parts.append(frame.flush(flush))
+        begin = end
+    return b"".join(parts)
 
 
 def decode(
@@ -266,7 +290,14 @@ def decode(
         raise CodecError(f"damaged zstd frame: {error}") from error
     if len(raw) != expected:
         raise CodecError(f"decoded to {len(raw)} bytes instead of {expected}")
-    return _decode_planes(raw, row) if row else raw
+    if not row:
+        return raw
+    shuffled = np.frombuffer(raw, np.uint8)
+    head = expected % row
+    data = np.empty(expected, np.uint8)
+    data[:head] = shuffled[:head]
+    _transpose(shuffled[head:].reshape(row, -1), data[head:].reshape(-1, row))
+    return data.data
 
 
 @functools.lru_cache(maxsize=64)
@@ -283,48 +314,6 @@ def _row_bytes(codec: str) -> int:
             f"to {MAX_ROW_BYTES}"
         )
     return int(match.group(1))
-
-
-def _encode_planes(raw: Buffer, row: int, level: int) -> bytes:
-    """Compress the planes of the bytes of rows, each large one as blocks of its own, into one zstd
-    frame.
-
-    Exponents and mantissas have little in common. So each gets a Huffman table that fits, and a
-    plane that does not shrink stays as it is, which is decoded at the speed of a copy.
-    """
-    # Rows are counted from the end, because array files have a header in front and their data last.
-    data = np.frombuffer(raw, np.uint8)
-    head = data.size % row
-    planes = np.empty(data.size, np.uint8)
-    planes[:head] = data[:head]
-    _transpose(data[head:].reshape(-1, row), planes[head:].reshape(row, -1))
-    shuffled = planes.data
-    size = len(shuffled)
-    plane = size // row
-    if plane < _MIN_BLOCK_BYTES:
-        return _PLAIN.compressor(level).compress(shuffled)
-    frame = _PLAIN.compressor(level).compressobj(size=size)
-    ends = [size - num_behind * plane for num_behind in reversed(range(row))]
-    parts: list[bytes] = []
-    for begin, end in zip([0, *ends], ends, strict=False):
-        parts.append(frame.compress(shuffled[begin:end]))
-        parts.append(
-            frame.flush(
-                zstandard.COMPRESSOBJ_FLUSH_FINISH
-                if end == size
-                else zstandard.COMPRESSOBJ_FLUSH_BLOCK
-            )
-        )
-    return b"".join(parts)
-
-
-def _decode_planes(shuffled: bytes, row: int) -> memoryview:
-    data = np.frombuffer(shuffled, np.uint8)
-    head = data.size % row
-    raw = np.empty(data.size, np.uint8)
-    raw[:head] = data[:head]
-    _transpose(data[head:].reshape(row, -1), raw[head:].reshape(-1, row))
-    return raw.data
 
 
 def _transpose(source: NDArray[np.uint8], out: NDArray[np.uint8]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import (
@@ -447,10 +447,10 @@ def read_attributes(
     ``names`` are those that are read, also key, clip_id, frame and timestamp_ns of the index; None:
     all but these. A name that a sample has no value of is absent, or None.
     """
-    found: dict[int, dict[str, Any]] = {}
+    attributes: dict[int, dict[str, Any]] = {}
     for row in rows:
         entry = dataset.index.row(row)
-        found[row] = {
+        attributes[row] = {
             name: getattr(entry, name)
             for name in names or ()
             if name in INDEXED and name != "split"
@@ -471,26 +471,22 @@ def read_attributes(
             columns = [name for name in columns if prefix + name in names]
         if not columns:
             continue
-        for stretch in _stretches(row_of_number):
+        # Numbers near each other are read at once.
+        stretches: list[range] = []
+        for number in sorted(row_of_number):
+            if stretches and number < stretches[-1].stop + _NEAR_ROWS:
+                stretches[-1] = range(stretches[-1].start, number + 1)
+            else:
+                stretches.append(range(number, number + 1))
+        for stretch in stretches:
             number = stretch.start
             for batch in file.batches(columns, stretch):
                 for record in batch.to_pylist():
                     if number in row_of_number:
                         named = {prefix + name: value for name, value in record.items()}
-                        found[row_of_number[number]] |= named
+                        attributes[row_of_number[number]] |= named
                     number += 1
-    return found
-
-
-def _stretches(numbers: Iterable[int]) -> list[range]:
-    """Return ranges that hold numbers, those near each other in one."""
-    stretches: list[range] = []
-    for number in sorted(numbers):
-        if stretches and number < stretches[-1].stop + _NEAR_ROWS:
-            stretches[-1] = range(stretches[-1].start, number + 1)
-        else:
-            stretches.append(range(number, number + 1))
-    return stretches
+    return attributes
 
 
 def present_samples(layer: Layer, dataset: Dataset, split: str) -> NDArray[np.int64]:

@@ -314,37 +314,22 @@ def broken_meta(meta: Meta, geometry: Geometry, rig: Rig) -> Iterator[Broken]:
                 f"{width} x {height}"
             )
             yield Broken(META, text)
-        if camera.dist_model != UNBENT or counts[number]:
-            yield from _broken_lens(
-                channel,
-                camera.dist_model,
-                geometry.dist[number],
-                counts[number],
-            )
-
-
-def _broken_lens(
-    channel: str, model: str, dist: NDArray[np.float64], count: int
-) -> Iterator[Broken]:
-    """Yield the rules that ``count`` coefficients of a camera break."""
-    if model != UNBENT and model not in MODELS:
-        models = ", ".join((UNBENT, *MODELS))
-        yield Broken(
-            META,
-            f"the dist_model of {channel} is {model!r:.40}; known: {models}",
-        )
-        return
-    limit = 0 if model == UNBENT else MODELS[model][1][-1]
-    if np.isnan(dist[:count]).any():
-        yield Broken(
-            GEOMETRY,
-            f"dist of {channel} has NaN before a coefficient: NaN may only follow the last one",
-        )
-    elif count > limit:
-        yield Broken(
-            GEOMETRY,
-            f"dist of {channel} has {count} coefficients; dist_model {model!r} has {limit} at most",
-        )
+        model = camera.dist_model
+        count = counts[number]
+        limit = 0
+        if model != UNBENT:
+            if model not in MODELS:
+                models = ", ".join((UNBENT, *MODELS))
+                text = f"the dist_model of {channel} is {model!r:.40}; known: {models}"
+                yield Broken(META, text)
+                continue
+            limit = MODELS[model][1][-1]
+        if np.isnan(geometry.dist[number, :count]).any():
+            text = f"dist of {channel} has NaN before a coefficient"
+            yield Broken(GEOMETRY, f"{text}: NaN may only follow the last one")
+        elif count > limit:
+            text = f"dist of {channel} has {count} coefficients; dist_model {model!r} has {limit}"
+            yield Broken(GEOMETRY, f"{text} at most")
 
 
 def broken_rig(geometry: Geometry, images: Collection[str], rig: Rig) -> str | None:

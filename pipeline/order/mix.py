@@ -287,44 +287,35 @@ class MixedEpoch(Epoch):
         """Return parts and samples at ``positions``, all valid; raise OrderError for positions
         outside.
         """
+        mix = self._mix
         places = as_positions(positions, len(self))
         flat = places.reshape(-1)
         parts = np.empty_like(flat)
         samples = np.empty_like(flat)
         for first in range(0, flat.size, CHUNK):
             chunk = slice(first, first + CHUNK)
-            self._fill(flat[chunk], parts[chunk], samples[chunk])
-        if self._mix.is_one_split:
+            block, place = np.divmod(flat[chunk], mix.block)
+            blocks, block_index = _distinct(block + self._first_block)
+            before = self._before(blocks)
+            arranged = self._arranged(blocks)
+            at_place = block_index * mix.block + place
+            parts[chunk] = arranged.reshape(-1)[at_place]
+            for part, order in enumerate(mix.orders):
+                indices = np.flatnonzero(parts[chunk] == part)
+                if not indices.size:
+                    continue
+                within = np.cumsum(arranged == part, axis=1).reshape(-1)[at_place[indices]] - 1
+                # How many samples of this dataset came before, ever.
+                turns = before[block_index[indices], part] + within
+                epochs, places_in_epoch = np.divmod(turns, order.epoch_length)
+                for epoch in _distinct(epochs)[0].tolist():
+                    is_inside = epochs == epoch
+                    samples_of = self._epoch_of(part, epoch)
+                    samples[first + indices[is_inside]] = samples_of(places_in_epoch[is_inside])
+        if mix.is_one_split:
             parts[:] = 0
         valid = np.ones(places.shape, dtype=bool)
         return Entries(parts.reshape(places.shape), samples.reshape(places.shape), valid)
-
-    def _fill(
-        self,
-        positions: NDArray[np.int64],
-        parts: NDArray[np.int64],
-        samples: NDArray[np.int64],
-    ) -> None:
-        """Write the entries at ``positions`` (n,) into the other two (n,)."""
-        mix = self._mix
-        block, place = np.divmod(positions, mix.block)
-        blocks, block_index = _distinct(block + self._first_block)
-        before = self._before(blocks)
-        arranged = self._arranged(blocks)
-        at_place = block_index * mix.block + place
-        parts[:] = arranged.reshape(-1)[at_place]
-        for part, order in enumerate(mix.orders):
-            indices = np.flatnonzero(parts == part)
-            if not indices.size:
-                continue
-            earlier = np.cumsum(arranged == part, axis=1).reshape(-1)[at_place[indices]] - 1
-            turn = (
-                before[block_index[indices], part] + earlier
-            )  # how many samples of this dataset came before, ever
-            epochs, places_in_epoch = np.divmod(turn, order.epoch_length)
-            for epoch in _distinct(epochs)[0].tolist():
-                inside = epochs == epoch
-                samples[indices[inside]] = self._epoch_of(part, epoch)(places_in_epoch[inside])
 
     def _before(self, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return how many samples of each dataset come in a run before some blocks (n,): int64

@@ -138,7 +138,14 @@ class Fault(NamedTuple):
 
 def fault_of(error: BaseException, storage_options: Mapping[str, Any] | None = None) -> Fault:
     """Classify an exception of any storage library."""
-    code = _code(error)
+    match = _CODE_IN_TEXT.search(str(error))
+    code = match[1] if match else ""
+    for cause in (error.__cause__, error):  # that of the error itself counts most
+        response = getattr(cause, "response", None)
+        details = response.get("Error") if isinstance(response, dict) else None
+        stated = details.get("Code") if isinstance(details, dict) else None
+        if isinstance(stated, str) and stated.isalnum() and not stated.isdigit():
+            code = stated
     text = " ".join(str(error).split())
     text = f"{type(error).__name__}: {text}" if text else type(error).__name__
     if len(text) > _MAX_TEXT:
@@ -150,20 +157,6 @@ def fault_of(error: BaseException, storage_options: Mapping[str, Any] | None = N
         text=redacted(text, storage_options),
         code=code,
     )
-
-
-def _code(error: BaseException) -> str:
-    """Return the code that the storage answered with: of an error or its cause, or in the text
-    of its answer.
-    """
-    for raised in (error, error.__cause__):
-        response = getattr(raised, "response", None)
-        details = response.get("Error") if isinstance(response, dict) else None
-        code = details.get("Code") if isinstance(details, dict) else None
-        if isinstance(code, str) and code.isalnum() and not code.isdigit():
-            return code
-    match = _CODE_IN_TEXT.search(str(error))
-    return match[1] if match else ""
 
 
 def _kind(error: BaseException) -> FaultKind:

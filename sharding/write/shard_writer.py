@@ -44,7 +44,7 @@ from fuelrail.sharding.write.images import (
 )
 from fuelrail.sharding.write.member_check import MemberCheck
 from fuelrail.sharding.write.members import Members
-from fuelrail.sharding.write.packer import RawMember, make_packer
+from fuelrail.sharding.write.packer import RawMember, ShardPacker
 from fuelrail.sharding.write.read_buffer import ReadBuffer
 from fuelrail.sharding.write.records import (
     ShardRecord,
@@ -158,15 +158,16 @@ class ShardWriter:
         job = self._job
         sizes: dict[str, set[tuple[int, int]]] = {}
         digest = hashlib.sha256(self._head(shard))
-        name = shard_name(shard.split, shard.number, framed=job.recipe.layout == "frame")
+        is_framed = job.recipe.layout == "frame"
+        name = shard_name(shard.split, shard.number, framed=is_framed)
         with self._out.publish(name) as file:
-            packer = make_packer(
+            packer = ShardPacker(
                 file=file,
-                name=name,
                 number=number,
                 level=job.recipe.compression_level,
                 dictionary=job.dictionary,
                 buffer=self._buffer,
+                framed=is_framed,
             )
             stored = [stored_channel(channel, job.recipe.images) for channel in job.channels]
             check = MemberCheck(job.rig, self._place, stored)
