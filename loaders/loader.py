@@ -489,9 +489,8 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
                     # asks for one more.
                     self._runner.park_at(walk.following.rolled(self._batching))
                 yield batch
-                del (
-                    batch
-                )  # while the consumer asks for the next one, its buffer is free for another
+                # While the consumer asks for the next one, its buffer is free for another.
+                del batch
             if self._runner.runs(pipeline):
                 following = walk.following.rolled(self._batching)
                 if not num_batches:

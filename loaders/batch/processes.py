@@ -244,9 +244,8 @@ class _Pickler(pickle.Pickler):
 
 def content_of(tensor: torch.Tensor) -> NDArray[np.uint8]:
     """Return the elements of a plain tensor as bytes, uint8 (n,)."""
-    dense = tensor.contiguous().as_strided(
-        (tensor.numel(),), (1,)
-    )  # strides of axes of length 1 may be any
+    # Strides of axes of length 1 may be any.
+    dense = tensor.contiguous().as_strided((tensor.numel(),), (1,))
     content: NDArray[np.uint8] = dense.view(torch.uint8).numpy()
     return content
 

@@ -342,18 +342,16 @@ class DaliDecoder:
         more than that at the edges of hard-edged colour blocks.
         """
         first = -self._num_checkable % self._check_every
-        self._num_checkable += len(
-            places
-        )  # two threads may count the same images: that changes which are compared
+        # Two threads may count the same images: that changes which are compared.
+        self._num_checkable += len(places)
         for index in places[first :: self._check_every]:
             expected = np.empty(tuple(out.shape[1:]), np.uint8)
             data = encoded[index]
             assert data is not None
             try:
                 self._exact.decode_into(data, image_maps[index], expected, interpolation)
-            except (
-                ImageError
-            ):  # damaged data, at which DALI does not stop: the shard's digests find that
+            except ImageError:
+                # Damaged data, at which DALI does not stop: the shard's digests find that.
                 continue
             psnr_db = psnr_of_means(out[index].cpu(), torch.from_numpy(expected))
             if psnr_db < MIN_PSNR_DB:
@@ -444,9 +442,8 @@ class DaliDecoder:
             # images in place.
             outputs = pipeline.run()
         except RuntimeError as error:
-            if "operator" not in str(
-                error
-            ):  # not an operator's complaint about its input, but the pipeline's own
+            # Not an operator's complaint about its input, but the pipeline's own.
+            if "operator" not in str(error):
                 pipelines.pop(key, None)
             raise
         return outputs

@@ -244,9 +244,10 @@ def inputs(jobs: Sequence[Job], *, is_whole: bool) -> dict[str, Any]:
 
     A graph with ``is_whole`` decodes whole images, so for two views it has no window to decode.
     """
+    # DALI makes them of other kinds of arrays in twice the time.
     from nvidia.dali.tensors import (
         TensorCPU,
-    )  # which DALI makes of other kinds of arrays in twice the time
+    )
 
     fed: dict[str, Any] = {"encoded": [TensorCPU(job.encoded) for job in jobs]}
     views = list(zip(*(job.views for job in jobs), strict=True))

@@ -199,9 +199,8 @@ def sampling(
         & (y <= (height - top) * sy - 0.5)
     )
     columns = image_map.visible_columns()
-    if (
-        columns is not None
-    ):  # the rectified image's own border, and what crops before a rotation left out
+    # The rectified image's own border, and what crops before a rotation left out.
+    if columns is not None:
         column = np.arange(x.shape[1])
         is_seen &= (column >= columns[0][:, None]) & (column < columns[1][:, None])
     if is_seen.all():

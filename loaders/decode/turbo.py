@@ -152,9 +152,8 @@ class TurboDecoder:
                     )
                     continue
             except ImageError as error:
-                errors[number] = error.with_traceback(
-                    None
-                )  # which would hold this frame, which holds the error
+                # Its traceback would hold this frame, which holds the error.
+                errors[number] = error.with_traceback(None)
                 continue
             factor = _dct_factor(info, image_map.max_scale)
             numbers.append(number)

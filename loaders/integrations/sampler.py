@@ -538,9 +538,8 @@ class CountedLoader:
         Raises OrderError where another iteration has started since, and at the end where the loader
         has not handed out each batch of the sampler as one.
         """
-        counting = CountedLoader(
-            self.sampler, self.loader
-        )  # this pass, apart from others of this loader
+        # This pass, apart from others of this loader.
+        counting = CountedLoader(self.sampler, self.loader)
         walk = self.sampler.begin(counting)
         number = 0
         try:

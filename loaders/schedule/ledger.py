@@ -420,10 +420,11 @@ def package_versions() -> dict[str, str]:
     """Return the versions of the installed packages that decide the content of samples, and
     Python's.
     """
+    # Slow to import, and most loaders have no ledger.
     from importlib.metadata import (
         PackageNotFoundError,
         version,
-    )  # slow to import, and most loaders have no ledger
+    )
 
     versions = {"python": ".".join(map(str, sys.version_info[:3]))}
     for name in _PACKAGES:

@@ -226,7 +226,8 @@ def _so_far(identity: Identity, state: LoaderState) -> Identity:
         TypeError,
         ValueError,
         IndexError,
-    ):  # an order without stages, or what is not a state of ours
+    ):
+        # An order without stages, or what is not a state of ours.
         return msgspec.structs.replace(identity, order=order)
     layers = {name: item for name, item in (identity.layers or {}).items() if name in state_layers}
     return msgspec.structs.replace(identity, order=order, layers=layers or None)

@@ -127,9 +127,8 @@ def contact_sheet(
         )
     boxes = frames[key].boxes
     if points is not None:
-        rows = (
-            2 if len(frames) == 1 else len(order)
-        )  # of one frame the pane is as high as the sheet
+        # Of one frame the pane is as high as the sheet.
+        rows = 2 if len(frames) == 1 else len(order)
         pane = _draw_from_above(min(len(sheet), 2 * len(sheet) // rows), boxes, points)
         pane = np.pad(
             pane,

@@ -420,9 +420,8 @@ def open_kind(
         folder = Path(str(root).removeprefix("file://"))
         origin = None
         manifest = load_manifest(folder, kinds)
-    folder = (
-        folder.absolute()
-    )  # files are opened later, and the process may change its working directory
+    # Files are opened later, and the process may change its working directory.
+    folder = folder.absolute()
     try:
         tables = open_tables(folder, manifest, origin)
     except IndexFileError as error:

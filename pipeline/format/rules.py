@@ -173,9 +173,8 @@ def broken_rules(sample: Sample, names: Sequence[str], rig: Rig) -> Iterator[Bro
     yield from broken_names(tuple(names), rig)
     arrays = list(broken_arrays(sample, rig))
     yield from arrays
-    if not any(
-        broken.member == GEOMETRY for broken in arrays
-    ):  # else cameras may not be those of the rig
+    # Where an array is broken, cameras may not be those of the rig.
+    if not any(broken.member == GEOMETRY for broken in arrays):
         yield from broken_meta(sample.meta, sample.geometry, rig)
 
 

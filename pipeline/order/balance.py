@@ -108,9 +108,8 @@ def order_batching(
     """
     base = order.base if isinstance(order, BalancedOrder) else order
     lengths = base.length if isinstance(base, WindowedOrder | ThinnedOrder) else None
-    assert (
-        not isinstance(base, BucketedOrder) or base.global_batch == global_batch
-    )  # it was compiled for it
+    # It was compiled for it.
+    assert not isinstance(base, BucketedOrder) or base.global_batch == global_batch
     batching = Batching(
         order.epoch_length,
         global_batch,

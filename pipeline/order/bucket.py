@@ -174,9 +174,8 @@ class BucketedEpoch(RegroupedEpoch):
         bucket = int(np.searchsorted(ends, number, side="right"))
         first = (int(self._batches[window + 1, bucket] - ends[bucket]) + number) * self._size
         before = self._before[:, bucket]
-        places = np.arange(
-            first, min(first + self._size, int(before[-1]))
-        )  # of the bucket's samples
+        # Of the bucket's samples.
+        places = np.arange(first, min(first + self._size, int(before[-1])))
         windows = np.searchsorted(before, places, side="right") - 1
         pieces = []
         for window_number in np.unique(windows).tolist():

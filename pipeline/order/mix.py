@@ -371,9 +371,8 @@ class MixedEpoch(Epoch):
         """Return the positions of some turns (n,) of a dataset, which are of this epoch."""
         mix = self._mix
         low = np.full_like(turns, self._first_block)
-        high = (
-            low + mix.num_blocks
-        )  # the last block with no more samples before it than `turns`, by bisection
+        # The last block with no more samples before it than `turns`, by bisection.
+        high = low + mix.num_blocks
         while (high - low > 1).any():
             middle = (low + high) // 2
             is_later = self._before(middle)[:, part] > turns
@@ -381,9 +380,8 @@ class MixedEpoch(Epoch):
             high = np.where(is_later, middle, high)
         blocks, of_block = np.unique(low, return_inverse=True)
         earlier = turns - self._before(low)[:, part]
-        part_places = np.argsort(
-            self._arranged(blocks) != part, axis=1, kind="stable"
-        )  # its places in each block, in order
+        # Its places in each block, in order.
+        part_places = np.argsort(self._arranged(blocks) != part, axis=1, kind="stable")
         places: NDArray[np.int64] = (low - self._first_block) * mix.block + part_places[
             of_block, earlier
         ]

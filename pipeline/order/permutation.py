@@ -198,17 +198,15 @@ class KeyedPermutation:
             if backwards:
                 high, low, size, other_size = low, high, other_size, size
                 _round_function(low, key=key, size=size, out=mixed, spare=spare)
-                np.subtract(
-                    high, mixed, out=high
-                )  # wraps around to a huge number where it is negative
+                # Wraps around to a huge number where it is negative.
+                np.subtract(high, mixed, out=high)
                 np.add(high, size, out=spare)
                 np.minimum(high, spare, out=high)
             else:
                 _round_function(low, key=key, size=size, out=mixed, spare=spare)
                 np.add(high, mixed, out=high)  # under 2 * size
-                np.subtract(
-                    high, size, out=spare
-                )  # wraps around to a huge number where left < size already
+                # Wraps around to a huge number where left < size already.
+                np.subtract(high, size, out=spare)
                 np.minimum(high, spare, out=high)
                 high, low, size, other_size = low, high, other_size, size
         np.multiply(high, self._b, out=target)

@@ -335,9 +335,8 @@ class TickSearch:
         indices = self._guide.take(ticks >> self._shift).astype(np.int64)
         for _ in range(_STEPS):
             indices += self.ends.take(indices) <= ticks
-        rest = np.flatnonzero(
-            self.ends.take(indices) <= ticks
-        )  # behind many samples of little weight
+        # Behind many samples of little weight.
+        rest = np.flatnonzero(self.ends.take(indices) <= ticks)
         if rest.size:
             indices[rest] = np.searchsorted(self.ends, ticks[rest], side="right")
         return indices

@@ -202,9 +202,8 @@ def check_unseen(
     showing = []
     for part, lookup in enumerate(windows_without(windows, before)):
         rows = np.setdiff1d(hidden_samples(order, part), hidden_samples(before, part))
-        if (
-            lookup is not None and lookup.window.pad != "drop"
-        ):  # else they have the samples whose windows show them
+        # Else they have the samples whose windows show them.
+        if lookup is not None and lookup.window.pad != "drop":
             rows = lookup.find(rows).positions
         showing.append(rows)
     for epoch in range(place.epoch + 1):

@@ -107,7 +107,6 @@ def default_memory_bytes() -> int:
 def _read(path: Path) -> str | None:
     try:
         return path.read_text(encoding="ascii").strip()
-    except (
-        OSError
-    ):  # not mounted, or not for us to see: then there is no limit that we could keep to
+    except OSError:
+        # Not mounted, or not for us to see: then there is no limit that we could keep to.
         return None

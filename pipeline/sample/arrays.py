@@ -167,9 +167,10 @@ def _header(
     """Return length and header as the library writes them for these kinds of arrays, and the
     order of their data.
     """
+    # Imported here, for orders need no arrays of samples.
     from safetensors.numpy import (
         save,
-    )  # here, for orders need no arrays of samples
+    )
 
     document = bytes(save({name: np.zeros(shape, dtype) for name, dtype, shape in specs}))
     end = 8 + int.from_bytes(document[:8], "little")

@@ -143,9 +143,8 @@ class Column:
         self._length = 0
 
     def __del__(self) -> None:
-        with contextlib.suppress(
-            AttributeError, OSError
-        ):  # there was no place for the file, or is none for its rest
+        # There was no place for the file, or is none for its rest.
+        with contextlib.suppress(AttributeError, OSError):
             self._file.close()  # of a column that was not read
 
     def __len__(self) -> int:
@@ -179,9 +178,8 @@ class Texts:
         """Add texts."""
         joined = "".join(texts)
         utf8 = joined.encode()
-        counted = (
-            texts if len(utf8) == len(joined) else [text.encode() for text in texts]
-        )  # mostly a letter is a byte
+        # Mostly a letter is a byte.
+        counted = texts if len(utf8) == len(joined) else [text.encode() for text in texts]
         self._ends.append(
             np.cumsum(np.fromiter(map(len, counted), np.int64, len(texts))) + len(self._utf8)
         )

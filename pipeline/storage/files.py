@@ -63,9 +63,8 @@ def open_descriptor(path: str | os.PathLike[str]) -> int:
         place = Path(path)
         target = Path(os.path.realpath(place))
         folder = Path(os.path.realpath(place.parent))
-        if (
-            folder not in target.parents or target.is_symlink()
-        ):  # a link that leads to itself stays one
+        # A link that leads to itself stays one.
+        if folder not in target.parents or target.is_symlink():
             reason = (
                 "it is a link that leads out of the dataset's folder, or nowhere; put the file "
                 "itself there"
@@ -245,9 +244,8 @@ def published(
                 os.fsync(file.fileno())
         part.replace(path)
     except BaseException:
-        with contextlib.suppress(
-            OSError
-        ):  # a file system that became read-only says so by the first error
+        # A file system that became read-only says so by the first error.
+        with contextlib.suppress(OSError):
             part.unlink()
         raise
     if sync:

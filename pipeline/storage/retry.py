@@ -192,9 +192,8 @@ def _status(error: BaseException) -> int | None:
     library uses.
     """
     for cause in (error, error.__cause__):
-        response = getattr(
-            cause, "response", None
-        )  # botocore's ClientError, which s3fs's OSErrors have as a cause
+        # Botocore's ClientError, which s3fs's OSErrors have as a cause.
+        response = getattr(cause, "response", None)
         stated = (
             response.get("ResponseMetadata", {}).get("HTTPStatusCode")
             if isinstance(response, dict)

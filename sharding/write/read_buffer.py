@@ -93,10 +93,8 @@ class ReadBuffer:
         """
         pieces_joined: list[Buffer] = []
         small: list[Buffer] = []
-        begin = end = limit = (
-            # of the run in this memory that the last pieces are part of; empty where they are not
-            0
-        )
+        # Of the run in this memory that the last pieces are part of; empty where they are not.
+        begin = end = limit = 0
         for piece in pieces:
             data, start = self._files.get(id(piece), (None, 0))
             if data is None and memoryview(piece).nbytes < _SMALL_BYTES:

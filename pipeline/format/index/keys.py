@@ -208,9 +208,8 @@ class KeyTable:
         total = self._num_samples
         guess, width = self._near(digest)
         end = len(self._file.map)
-        if (
-            self._columns_read is None
-        ):  # the file's beginning and end too, which say where the entries are
+        # The file's beginning and end too, which say where the entries are.
+        if self._columns_read is None:
             self._file.need_parts((0, 1), self._bytes_of(guess, width), (end - 1, end))
             if end <= _BACKGROUND_BYTES:  # so that the look-ups that follow find their part here
                 self._file.fetch_in_background()

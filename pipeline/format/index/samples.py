@@ -399,9 +399,8 @@ class SampleIndex:
     def _batch(self, number: int) -> _Batch:
         batch = self._batches[number]
         if batch is None:
-            self._source.need_batch(
-                number
-            )  # not under the lock: others continue while this waits for storage
+            # Not under the lock: others continue while this waits for storage.
+            self._source.need_batch(number)
             with self._lock:  # Arrow's file reader has a read position
                 batch = self._batches[number]
                 if batch is None:
