@@ -11,9 +11,10 @@ import msgspec
 
 from fuelrail.loaders.decode import dali_install, plugin_decoders
 from fuelrail.pipeline.cli import (
+    Argument,
     Command,
     PrintOptions,
-    add_flags,
+    command,
     from_flags,
     given_flags,
     print_json,
@@ -29,22 +30,17 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.runtime.metrics import Metric, MetricsServer
 
 
-def _configure_view(parser: argparse.ArgumentParser) -> None:
-    from fuelrail.loaders.integrations.rerun import RecordOptions
-    from fuelrail.loaders.view import ViewOptions
-
-    parser.add_argument("dataset", metavar="DATASET", help="folder or URL of a Fuelrail dataset")
-    parser.add_argument(
-        "key",
-        metavar="KEY",
-        nargs="?",
-        help="sample key (default: the first sample of the dataset)",
-    )
-    add_flags(parser, ViewOptions)
-    add_flags(parser, RecordOptions)
+COMMANDS: dict[str, Command] = {}
 
 
-def _run_view(args: argparse.Namespace) -> int:
+@command(
+    COMMANDS,
+    Argument("dataset", "DATASET", "folder or URL of a Fuelrail dataset"),
+    Argument("key", "KEY", "sample key (default: the first sample of the dataset)", nargs="?"),
+    options=["loaders.view:ViewOptions", "loaders.integrations.rerun:RecordOptions"],
+)
+def run_view(args: argparse.Namespace) -> int:
+    """Draw a sample's cameras and boxes, through the augmentation, as a PNG."""
     from fuelrail.loaders.integrations.rerun import RecordOptions, record_clip
     from fuelrail.loaders.view import ViewOptions, view
 
@@ -65,27 +61,15 @@ def _run_view(args: argparse.Namespace) -> int:
     return 0
 
 
-def _run_doctor(args: argparse.Namespace) -> int:
+@command(COMMANDS, options=["pipeline.cli:PrintOptions"])
+def run_doctor(args: argparse.Namespace) -> int:
+    """Check which decoders are installed and suggest faster ones."""
     report = doctor()
     if from_flags(args, PrintOptions).json:
         print_json(report)
     else:
         print(report.as_text())  # noqa: T201
     return 0
-
-
-COMMANDS = {
-    "view": Command(
-        "draw a sample's cameras and boxes, through the augmentation, as a PNG",
-        _configure_view,
-        _run_view,
-    ),
-    "doctor": Command(
-        "check which decoders are installed and suggest faster ones",
-        lambda parser: add_flags(parser, PrintOptions),
-        _run_doctor,
-    ),
-}
 
 
 class Finding(msgspec.Struct, frozen=True):

@@ -126,9 +126,8 @@ _COLUMNS: Final = {
     "num_lidar_pts": Field(_Points, _stack_point_counts, -1),
     "num_radar_pts": Field(_Points, _stack_point_counts, -1),
     "camera_intrinsic": Field(tuple[_Vector3, ...], _stack_intrinsics),
-    "camera_distortion": Field(
-        tuple[float, ...] | None, _stack_lenses, ()
-    ),  # of T4, in OpenCV's order
+    # Of T4, in OpenCV's order.
+    "camera_distortion": Field(tuple[float, ...] | None, _stack_lenses, ()),
 }
 _CHECKED: Final = ("translation", "rotation", "size")
 _LINKS: Final = {
