@@ -46,7 +46,8 @@ def run_view(args: argparse.Namespace) -> int:
 
     recording = from_flags(args, RecordOptions).rerun
     if recording is not None:
-        if flags_given := given_flags(args, ViewOptions):
+        flags_given = given_flags(args, ViewOptions)
+        if flags_given:
             raise ConfigError(
                 "--rerun records the stored images, so it cannot be combined with "
                 f"{min(flags_given.values())}"
@@ -222,6 +223,8 @@ def serve_metrics(loader: DataLoader, *, port: int = 0, host: str = "127.0.0.1")
 
     def collect() -> list[Metric]:
         current_loader = alive()
-        return [] if current_loader is None else loader_metrics(current_loader.stats(), labels)
+        if current_loader is None:
+            return []
+        return loader_metrics(current_loader.stats(), labels)
 
     return MetricsServer(collect, port=port, host=host)

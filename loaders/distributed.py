@@ -70,7 +70,9 @@ def resolve_world(world: World | DeviceMesh | None) -> World:
         return world
     if world is not None and not hasattr(world, "mesh_dim_names"):
         raise WorldError(f"world={world!r} is neither a World(rank, size) nor a DeviceMesh")
-    return detect_world() if world is None else mesh_world(world)
+    if world is None:
+        return detect_world()
+    return mesh_world(world)
 
 
 def mesh_world(mesh: DeviceMesh, data_axes: Collection[str] | None = None) -> World:

@@ -482,7 +482,8 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
                     self._position,
                     partial(batch_digest, batch),
                 )
-                if (tuning := self._runner.tuning_due()) is not None:
+                tuning = self._runner.tuning_due()
+                if tuning is not None:
                     self.tune(tuning)
                 if handed_out == num_batches and self._runner.runs(pipeline):
                     # Before the last batch, not after the loop: a user who counts by len() never
@@ -732,7 +733,9 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         A subclass may wrap them, to watch or to disturb a loader.
         """
         tuning = Tuning(self.num_workers, self.prefetch_factor)
-        return self._make.stages(tuning) if self._client is None else self._make.receiving(tuning)
+        if self._client is None:
+            return self._make.stages(tuning)
+        return self._make.receiving(tuning)
 
     def tune(self, tuning: Tuning) -> None:
         """Change the numbers of threads and of ready batches, also of an iteration under way."""

@@ -179,10 +179,12 @@ class BatchSlot(NamedTuple):
         """
         images = self.images if isinstance(self.images, tuple) else (self.images,)
         cameras: list[Sequence[int] | None] = [group.cameras for group in self.groups] or [None]
-        tensors = [
-            _tensor(group_images) if self.has_windows else _tensor(group_images)[:, None]
-            for group_images in images
-        ]
+        tensors = []
+        for group_images in images:
+            if self.has_windows:
+                tensors.append(_tensor(group_images))
+            else:
+                tensors.append(_tensor(group_images)[:, None])
         return list(zip(cameras, tensors, strict=True))
 
     def for_rows(
@@ -197,7 +199,9 @@ class BatchSlot(NamedTuple):
 
 
 def _tensor(images: Images) -> torch.Tensor:
-    return images if isinstance(images, torch.Tensor) else torch.from_numpy(images)
+    if isinstance(images, torch.Tensor):
+        return images
+    return torch.from_numpy(images)
 
 
 class FrameTask(NamedTuple):
@@ -284,7 +288,9 @@ class Parsed(NamedTuple):
     @property
     def views(self) -> tuple[Parsed, ...]:
         """The draws of the sample: itself, and the other one where there are two."""
-        return (self,) if self.second is None else (self, self.second)
+        if self.second is None:
+            return (self,)
+        return self, self.second
 
     @property
     def sample(self) -> Sample:

@@ -153,7 +153,9 @@ def load_sample(
         name: LayerOptions(where, missing="mask") for name, where in (options.layers or {}).items()
     }
     joined = [open_layer(name, entry.path, opened, entry.missing) for name, entry in layers.items()]
-    added = [channel.name for layer in joined for channel in layer.channels]
+    added: list[str] = []
+    for layer in joined:
+        added += [channel.name for channel in layer.channels]
     Selectable(opened, joined).split(options.select or ())
     image = options.image
     groups = None

@@ -284,7 +284,9 @@ def _arguments(types: list[inspect.Type], field: str) -> dict[str, Any]:
 
 
 def _number_or_text(text: str) -> int | str:
-    return int(text) if re.fullmatch(r"-?[0-9]+", text) else text
+    if re.fullmatch(r"-?[0-9]+", text):
+        return int(text)
+    return text
 
 
 class PrintOptions(Settings, frozen=True, kw_only=True):

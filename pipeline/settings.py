@@ -141,11 +141,9 @@ class CheckedSettings(Settings, frozen=True):
 def preset_files(kind: type) -> dict[str, Path]:
     """Return the files of the presets of a type of settings, by name."""
     folder = _PRESETS.get(kind.__name__)
-    return (
-        {file.stem: file for file in sorted((_CONFIGS / folder).glob("*.yaml"))}
-        if folder is not None
-        else {}
-    )
+    if folder is not None:
+        return {file.stem: file for file in sorted((_CONFIGS / folder).glob("*.yaml"))}
+    return {}
 
 
 class Preset(msgspec.Struct, frozen=True):
@@ -421,7 +419,8 @@ def read_text(file: Path) -> str:
     """
     with file.open("rb") as stream:
         data = stream.read(UNTYPED.maximum + 1)
-    if (text := UNTYPED.broken(len(data))) is not None:
+    text = UNTYPED.broken(len(data))
+    if text is not None:
         raise OSError(errno.EFBIG, f"it {text}")
     return data.decode("utf-8").replace("\r\n", "\n")
 
@@ -454,7 +453,8 @@ def parse_yaml(text: str, *, takes_merges: bool) -> tuple[yaml.Node | None, Any]
 
 
 def _check_yaml(number: int, limit: Limit) -> None:
-    if (text := limit.broken(number)) is not None:
+    text = limit.broken(number)
+    if text is not None:
         raise ValueError(f"it {text}")
 
 
@@ -512,11 +512,12 @@ def load_yaml(path: str | os.PathLike[str], to: type[S]) -> S:
     try:
         text = read_text(file)
     except OSError as error:
-        hint = (
-            f"; presets: {', '.join(presets_by_name)}{did_you_mean(str(path), presets_by_name)}"
-            if presets_by_name
-            else ""
-        )
+        if presets_by_name:
+            hint = (
+                f"; presets: {', '.join(presets_by_name)}{did_you_mean(str(path), presets_by_name)}"
+            )
+        else:
+            hint = ""
         for kind, folder in _PRESETS.items():
             if str(path) in {preset.stem for preset in (_CONFIGS / folder).glob("*.yaml")}:
                 hint += f"; '{path}' is a preset of {kind}, which is a value of another field"
@@ -673,7 +674,9 @@ def _steps(path: str) -> list[str]:
     """Return the field names and list positions of a path; "..." is msgspec's word for some
     entry of a mapping.
     """
-    return [] if path == _ROOT else re.findall(r"[^.\[\]]+|\.\.\.", path)
+    if path == _ROOT:
+        return []
+    return re.findall(r"[^.\[\]]+|\.\.\.", path)
 
 
 def _with_keys(path: str, message: str, value: object, to: Any) -> str:
@@ -695,7 +698,9 @@ def _with_keys(path: str, message: str, value: object, to: Any) -> str:
     if not keys or not isinstance(keys[0], str) or re.search(r"[.\[\]]", keys[0]):
         return path
     named = f"{begin}.{keys[0]}{end}".lstrip(".")
-    return _with_keys(named, message, value, to) if "[...]" in end else named
+    if "[...]" in end:
+        return _with_keys(named, message, value, to)
+    return named
 
 
 def _with_entries(value: Any, steps: list[str], keys: Sequence[str]) -> object:
@@ -817,7 +822,9 @@ def _bounds_in_words(kind: inspect.IntType | inspect.FloatType) -> str:
 
 
 def _figure(number: float) -> str:
-    return str(number) if isinstance(number, int) else f"{number:.15g}"
+    if isinstance(number, int):
+        return str(number)
+    return f"{number:.15g}"
 
 
 def _length_in_words(least: int | None, most: int | None, noun: str) -> str:

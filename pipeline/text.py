@@ -45,11 +45,9 @@ def shortened(value: object, limit: int = MAX_VALUE) -> str:
     their number.
     """
     text = str(value)
-    return (
-        escaped(text)
-        if len(text) <= limit
-        else f"{escaped(text[:limit])}... ({len(text)} characters)"
-    )
+    if len(text) <= limit:
+        return escaped(text)
+    return f"{escaped(text[:limit])}... ({len(text)} characters)"
 
 
 def repeated_key(data: bytes, decoded: object) -> str | None:

@@ -240,7 +240,8 @@ def _bring_file(
         out.fs.copy(f"{root}/{old}", out.path(new))
     else:
         _copy_file(source, old, out, entry)
-    if (size := out.size(new)) != entry.bytes:
+    size = out.size(new)
+    if size != entry.bytes:
         raise SourceError(
             f"'{source.location}/{old}' has {size} bytes, its manifest says {entry.bytes}: "
             "verify it"
@@ -387,10 +388,10 @@ def take_attributes(
                 tables[dataset],
                 np.asarray(rows[first : first + ROWS_PER_GROUP], np.int64),
             )
-            columns = [
-                rows_taken[name]
-                if name in rows_taken.column_names
-                else pa.nulls(len(rows_taken), kind)
-                for name, kind in zip(schema.names, schema.types, strict=True)
-            ]
+            columns = []
+            for name, kind in zip(schema.names, schema.types, strict=True):
+                if name in rows_taken.column_names:
+                    columns.append(rows_taken[name])
+                else:
+                    columns.append(pa.nulls(len(rows_taken), kind))
             yield pa.Table.from_arrays(columns, schema=schema)

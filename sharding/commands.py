@@ -169,7 +169,9 @@ def run_reshard(args: argparse.Namespace) -> int:
 
     if from_flags(args, ReshardOptions).append:
         kinds = (Recipe, EngineOptions, FuelrailOptions)
-        refused = [flag for kind in kinds for flag in given_flags(args, kind).values()]
+        refused: list[str] = []
+        for kind in kinds:
+            refused += given_flags(args, kind).values()
         if refused:
             raise append_refuses("--append", refused[0])
         return _run_with_progress(

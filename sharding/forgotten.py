@@ -125,7 +125,9 @@ def as_it_was(
             deletion = _Deletion(file, folder.before, names, report.order)
             deletions.setdefault(folder.after, deletion)
     chain = _chain_between(dataset, fingerprint, deletions)
-    return _rebuild_tables(dataset, fingerprint, chain) if chain else dataset
+    if chain:
+        return _rebuild_tables(dataset, fingerprint, chain)
+    return dataset
 
 
 def layer_as_it_was(

@@ -128,7 +128,9 @@ class TarRows:
             self._extensions[members], offsets - begin, ends - begin, strict=True
         ):
             item[self._extension_names[number]] = data[first:last]
-        return item if self._transform is None else self._transform(item)
+        if self._transform is None:
+            return item
+        return self._transform(item)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out open files."""
@@ -147,4 +149,6 @@ class TarRows:
     @staticmethod
     def _stamp(files: SourceFiles, tar: str) -> tuple[int, str] | None:
         facts = files.facts(tar)
-        return None if facts is None else (facts.num_bytes, facts.stamp)
+        if facts is None:
+            return None
+        return facts.num_bytes, facts.stamp

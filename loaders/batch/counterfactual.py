@@ -80,7 +80,8 @@ def leave_out(
     Raises ConfigError for a part that does not exist.
     """
     allowed = get_args(LoaderPart)
-    if unknown := sorted(set(parts) - {*allowed}):
+    unknown = sorted(set(parts) - {*allowed})
+    if unknown:
         raise ConfigError(
             f"a loader has no part {unknown[0]!r} to leave out; allowed: {', '.join(allowed)}"
         )

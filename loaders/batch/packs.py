@@ -82,7 +82,9 @@ def check_packs(options: Arguments) -> None:
 
 def max_tokens(pack: Pack | None) -> int | None:
     """Return how many tokens of a sample packs take, where they are asked to cut them."""
-    return pack.budget if pack is not None and pack.truncate else None
+    if pack is not None and pack.truncate:
+        return pack.budget
+    return None
 
 
 def rows_of_batch(item: Parsed) -> int:

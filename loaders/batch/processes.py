@@ -181,11 +181,9 @@ def _copy_into(place: Any, content: Any) -> Any:
     images of their form.
     """
     if isinstance(place, dict):
-        return (
-            {name: _copy_into(place.get(name), part) for name, part in content.items()}
-            if isinstance(content, dict)
-            else content
-        )
+        if isinstance(content, dict):
+            return {name: _copy_into(place.get(name), part) for name, part in content.items()}
+        return content
     if (
         not isinstance(content, torch.Tensor)
         or place is None
@@ -251,11 +249,9 @@ def content_of(tensor: torch.Tensor) -> NDArray[np.uint8]:
 
 
 def _make_tensor(content: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    return (
-        torch.frombuffer(content, dtype=dtype).view(shape)
-        if content
-        else torch.empty(shape, dtype=dtype)
-    )
+    if content:
+        return torch.frombuffer(content, dtype=dtype).view(shape)
+    return torch.empty(shape, dtype=dtype)
 
 
 def _dump(value: Any) -> memoryview:

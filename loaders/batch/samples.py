@@ -97,7 +97,9 @@ class Augments(NamedTuple):
             )
             for group in self.images
         ]
-        return drawn[0] if self.images[0].name is None else self._in_rig_order(drawn)
+        if self.images[0].name is None:
+            return drawn[0]
+        return self._in_rig_order(drawn)
 
     def _in_rig_order(self, by_group: Iterable[Sequence[T]]) -> list[T]:
         pairs = [

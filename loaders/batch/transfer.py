@@ -122,7 +122,9 @@ class CudaTransfer:
         views: Iterator[torch.Tensor] = iter(())
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
-            return next(views) if is_packed(tensor) else tensor.to(self.device, non_blocking=True)
+            if is_packed(tensor):
+                return next(views)
+            return tensor.to(self.device, non_blocking=True)
 
         with torch.cuda.stream(self._stream):
             try:

@@ -52,7 +52,9 @@ class Sample(NamedTuple):
     @property
     def views(self) -> tuple[Sample, ...]:
         """The sample itself, and its other view."""
-        return (self,) if self.second is None else (self, self.second)
+        if self.second is None:
+            return (self,)
+        return self, self.second
 
     def __str__(self) -> str:
         return f"sample {self.key!r} (epoch {self.slot.epoch}, step {self.slot.step})"

@@ -104,7 +104,7 @@ def _chosen_camera(lens: Lens, wh: tuple[int, int], alpha: float) -> Matrix3:
             strict=True,
         )
     )
-    return ((fx, 0.0, cx), (0.0, fy, cy), (0.0, 0.0, 1.0))
+    return (fx, 0.0, cx), (0.0, fy, cy), (0.0, 0.0, 1.0)
 
 
 def _rectangle_camera(
@@ -126,7 +126,9 @@ def largest_scale(image_map: ImageMap, lens: Lens) -> float:
     down = np.hypot(np.diff(x, axis=0), np.diff(y, axis=0)) / max(step_y, 1e-9)
     steps = np.concatenate((across.ravel(), down.ravel()))
     steps = steps[np.isfinite(steps) & (steps > 1e-6)]
-    return float(1.0 / steps.min()) if steps.size else 1.0
+    if steps.size:
+        return float(1.0 / steps.min())
+    return 1.0
 
 
 def source_rows(image_map: ImageMap, lens: Lens, support_px: float) -> tuple[int, int]:

@@ -162,7 +162,9 @@ class EpisodeSampler(Sampler):
     def _items(self, rows: ArrayLike) -> list[int]:
         """Return the dataset's items of rows of the order."""
         frames = self._frames(np.asarray(rows)).tolist()
-        return frames if self._item_of is None else [self._item_of[frame] for frame in frames]
+        if self._item_of is None:
+            return frames
+        return [self._item_of[frame] for frame in frames]
 
     def __getitem__(self, step: int) -> list[int]:
         """Return batch ``step`` of a run, counted from 0 through all epochs."""

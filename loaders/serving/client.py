@@ -81,7 +81,8 @@ class StepClient:
             if result.error is not None:
                 error, cause = pickle.loads(result.error)
                 raise error from cause
-            if (facts := result.facts) is not None:
+            facts = result.facts
+            if facts is not None:
                 self._newest[facts.process] = facts
                 self._bad.add(facts.bad, facts.replaced)
                 if self._observer is not None:

@@ -108,7 +108,8 @@ class _Link:
         with _losses():
             while not is_stopped.is_set():
                 if not self.connection.poll(_POLL_S):
-                    if free := self.memory.returned():
+                    free = self.memory.returned()
+                    if free:
                         self.send(Free(free))
                     continue
                 message: object = self.connection.recv()

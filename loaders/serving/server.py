@@ -167,7 +167,8 @@ class Client:
         with self._changed:
             self._held.update(held)
         with contextlib.suppress(OSError):  # a client that is gone is seen by its reader
-            if gone := sorted(self._known - memory.files.keys()):
+            gone = sorted(self._known - memory.files.keys())
+            if gone:
                 self.connection.send(Forget(gone))
                 self._known.difference_update(gone)
             for number in sorted(result.batch.blocks() - self._known):

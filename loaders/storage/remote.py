@@ -137,7 +137,9 @@ class RemoteShards:
             refetched=self._refetched,
             concurrency=requester.width,
         )
-        return stats if self.cache is None else self.cache.add_stats(stats)
+        if self.cache is None:
+            return stats
+        return self.cache.add_stats(stats)
 
     def close(self) -> None:
         """Let go of the client's threads and the cache."""

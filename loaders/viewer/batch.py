@@ -127,7 +127,8 @@ class LoaderDisplay(ABC):
         entries = self._next_batch() if batch is None else batch
         if samples < 1:
             raise ConfigError(f"samples={samples} must be 1 or more")
-        if missing := [name for name in _REQUIRED if name not in entries]:
+        missing = [name for name in _REQUIRED if name not in entries]
+        if missing:
             raise ConfigError(
                 f"a batch without {missing[0]!r} cannot be drawn: let transform and "
                 "collate_fn keep it"
@@ -297,7 +298,9 @@ def frames_of(batch: Mapping[str, Any], row: int, loader: LoaderDisplay) -> list
 
 
 def _array(value: object) -> NDArray[Any]:
-    return value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu().numpy()
+    return np.asarray(value)
 
 
 def values_of(
@@ -339,7 +342,9 @@ def _read_value(batch: Mapping[str, Any], name: str, index: tuple[int, ...]) -> 
 def _index_value(value: Any, index: tuple[int, ...]) -> Any:
     for number in index:
         value = value[number]
-    return value if isinstance(value, (str, bytes)) else _array(value)
+    if isinstance(value, (str, bytes)):
+        return value
+    return _array(value)
 
 
 class BatchDescription(NamedTuple):

@@ -113,10 +113,9 @@ def contact_sheet(
         uint8 [H', W', 3], RGB.
 
     """
-    tiles = [
-        _draw_tiles(frame, cameras, values if number == key else ())
-        for number, frame in enumerate(frames)
-    ]
+    tiles = []
+    for number, frame in enumerate(frames):
+        tiles.append(_draw_tiles(frame, cameras, values if number == key else ()))
     order = placed(cameras)
     if len(frames) == 1:
         sheet = _join_grid([tiles[0][channel] for channel in order], _COLUMNS)
@@ -278,7 +277,9 @@ def project_corners(
     if projected[:, 2].min() < NEAR_M:
         return None
     pixels = projected[:, :2] / projected[:, 2:3]
-    return pixels if np.abs(pixels).max() <= 20 * size_px else None
+    if np.abs(pixels).max() <= 20 * size_px:
+        return pixels
+    return None
 
 
 def seen_boxes(
@@ -468,11 +469,10 @@ def grid_from_above(channel: Channel, value: NDArray[Any]) -> NDArray[Any]:
 def groups_of(value: Any, channel: Channel, role: str) -> Iterator[NDArray[np.float64]]:
     """Yield the groups of columns (M, K) that play a role."""
     for group in channel.law.roles.get(role, ()):
-        columns = (
-            value[group[0]]
-            if isinstance(value, dict)
-            else value[..., [channel.columns.index(name) for name in group]]
-        )
+        if isinstance(value, dict):
+            columns = value[group[0]]
+        else:
+            columns = value[..., [channel.columns.index(name) for name in group]]
         yield np.asarray(columns, np.float64).reshape(-1, columns.shape[-1])
 
 
@@ -480,7 +480,9 @@ def value_text(channel: Channel, value: Any) -> str:
     """Return a channel's value where it is short, else its form."""
     value = value.parts if isinstance(value, Logits) else value
     if isinstance(value, str | list):
-        return value if isinstance(value, str) else " | ".join(value)
+        if isinstance(value, str):
+            return value
+        return " | ".join(value)
     if isinstance(value, dict):
         return ", ".join(
             f"{name} {list(np.shape(array_part))}" for name, array_part in value.items()
@@ -540,7 +542,9 @@ def _text_size(text: str) -> tuple[int, int]:
 
 def colour_of(label: int) -> tuple[int, int, int]:
     """Return the colour of a class, RGB; white of a label that is none."""
-    return (255, 255, 255) if label < 0 else _PALETTE[label % len(_PALETTE)]
+    if label < 0:
+        return 255, 255, 255
+    return _PALETTE[label % len(_PALETTE)]
 
 
 def _write_caption(tile: NDArray[np.uint8], text: str) -> None:

@@ -138,13 +138,15 @@ class Kind(ABC):
 
 
 def _checked(array: NDArray[np.generic], channel: Channel) -> NDArray[np.generic]:
-    if (text := check_shape(array, channel)) is not None:
+    text = check_shape(array, channel)
+    if text is not None:
         raise SchemaError(f"channel '{channel.name}' is {text}")
     return array
 
 
 def _check_values(array: NDArray[np.generic], channel: Channel) -> None:
-    if (text := not_finite(array, channel)) is not None:
+    text = not_finite(array, channel)
+    if text is not None:
         raise SchemaError(text)
 
 
@@ -390,12 +392,14 @@ class _TextsKind(Kind):
             raise SchemaError(
                 f"channel '{channel.name}' cannot be stored as UTF-8: {error}"
             ) from error
-        if (text := UNTYPED.broken(len(data))) is not None:
+        text = UNTYPED.broken(len(data))
+        if text is not None:
             raise SchemaError(f"channel '{channel.name}' {text}")
         return data
 
     def decode(self, data: Buffer, channel: Channel) -> list[str]:
-        if (text := UNTYPED.broken(len(data))) is not None:
+        text = UNTYPED.broken(len(data))
+        if text is not None:
             raise SchemaError(f"channel '{channel.name}' {text}")
         try:
             return msgspec.json.decode(data, type=list[str])

@@ -125,7 +125,8 @@ def _broken_roles(channel: Channel) -> Iterator[str]:
     for groups in channel.law.roles.values():
         for group in groups:
             named += group
-    if twice := sorted({name for name in named if named.count(name) > 1}):
+    twice = sorted({name for name in named if named.count(name) > 1})
+    if twice:
         yield f"roles name {twice} twice, and each is moved once: name them in one group"
     for role, groups in channel.law.roles.items():
         if role not in sizes_by_role:
@@ -145,7 +146,8 @@ def _broken_roles(channel: Channel) -> Iterator[str]:
                 dtype = spec.dtype
                 size = spec.shape[-1] if spec.shape else 1
             else:
-                if absent := [name for name in group if name not in channel.columns]:
+                absent = [name for name in group if name not in channel.columns]
+                if absent:
                     yield (
                         f"role '{role}' names the columns {absent}; there are "
                         f"{list(channel.columns)}"
@@ -237,7 +239,9 @@ def _affine(
     def move(points: Array) -> Array:
         size = points.shape[-1]
         moved: Array = points @ linear[:size, :size].T
-        return moved if shift is None else moved + shift[:size]
+        if shift is None:
+            return moved
+        return moved + shift[:size]
 
     return move
 

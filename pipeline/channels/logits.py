@@ -77,7 +77,9 @@ class Logits(NamedTuple):
 def logits_store(text: str) -> tuple[str, int] | None:
     """Return kind and number of tokens of ``topk:64`` or ``sampled:50``; None for another text."""
     match = _STORE.fullmatch(text)
-    return None if match is None else (f"logits_{match[1]}", int(match[2]))
+    if match is None:
+        return None
+    return f"logits_{match[1]}", int(match[2])
 
 
 def logits_entry(
@@ -118,7 +120,8 @@ def broken(channel: Channel) -> Iterator[str]:
         )
     else:
         num_bytes = decoded_bytes(channel.shape[0] or 0, channel.shape[1])
-        if (text := LOGITS.broken(num_bytes)) is not None:
+        text = LOGITS.broken(num_bytes)
+        if text is not None:
             yield f"shape {list(channel.shape)} {text}"
     allowed = ("uint8", "float16") if channel.kind == TOPK else ("",)
     if channel.dtype not in allowed:
@@ -204,11 +207,10 @@ def encode(value: Any, channel: Channel) -> bytes:
         raise SchemaError(
             f"channel '{code.name}' has {number} positions; the table has {code.length}"
         )
-    mask = (
-        np.ones(number, bool)
-        if value.known is None
-        else _part(value.known, code=code, name="known", kinds="b", shape=(number,))
-    )
+    if value.known is None:
+        mask = np.ones(number, bool)
+    else:
+        mask = _part(value.known, code=code, name="known", kinds="b", shape=(number,))
     indices = indices[mask].astype(np.int64)
     order = np.argsort(indices, axis=1, kind="stable")
     indices = np.take_along_axis(indices, order, axis=1)
@@ -308,7 +310,8 @@ def collate(values: Sequence[Logits | None], channel: Channel, _: tuple[int, ...
 
 def _check_size(positions: int, code: _Code) -> None:
     """Raise SchemaError for positions, stored or not, whose arrays are too large."""
-    if (text := LOGITS.broken(decoded_bytes(positions, code.k))) is not None:
+    text = LOGITS.broken(decoded_bytes(positions, code.k))
+    if text is not None:
         raise SchemaError(f"channel '{code.name}' has {positions} positions and {text}")
 
 

@@ -239,7 +239,9 @@ class ClipTable:
             dataset.index.clip_numbers(first, end),
             dataset.index.column("frame", first, end),
         )
-        return table.at_times(dataset.index.column("timestamp_ns", first, end)) if times else table
+        if times:
+            return table.at_times(dataset.index.column("timestamp_ns", first, end))
+        return table
 
     def at_times(self, times_ns: ArrayLike) -> Self:
         """Return the table with the samples' times [ns], given by sample number: (n,)."""

@@ -144,12 +144,12 @@ class Dataset:
         if channels is not None:
             channels = (channels,) if isinstance(channels, str) else tuple(channels)
         parts = dict.fromkeys(name.partition(".")[0] for name in self.index.names)
-        if unknown := [channel for channel in channels or () if channel not in parts]:
-            noun = (
-                "sample with channel"
-                if unknown[0] in {extra_channel.name for extra_channel in self.manifest.channels}
-                else "channel"
-            )
+        unknown = [channel for channel in channels or () if channel not in parts]
+        if unknown:
+            if unknown[0] in {extra_channel.name for extra_channel in self.manifest.channels}:
+                noun = "sample with channel"
+            else:
+                noun = "channel"
             raise ConfigError(
                 f"dataset '{self.location}' has no {noun} {shortened(unknown[0])!r}; it "
                 f"has: {', '.join(parts)}"
@@ -234,11 +234,10 @@ class Dataset:
         """Return the row of a sample; and its span, where a key was given and the span came with
         the row.
         """
-        entry = (
-            next(iter(self.keys.find(number_or_key)), None)
-            if self.url is not None and isinstance(number_or_key, str)
-            else None
-        )
+        if self.url is not None and isinstance(number_or_key, str):
+            entry = next(iter(self.keys.find(number_or_key)), None)
+        else:
+            entry = None
         if entry is None or self.index.has_row(entry.row):
             return self.index.row(self.position(number_or_key)), None
         place = IndexRow(
@@ -345,7 +344,9 @@ class Dataset:
     @property
     def location(self) -> str:
         """The place of the dataset, for messages: folder, or URL without credentials."""
-        return str(self.root) if self.url is None else shown_url(self.url)
+        if self.url is None:
+            return str(self.root)
+        return shown_url(self.url)
 
     def split(self, name: str) -> SplitEntry:
         """Return the entry of a split; raise ConfigError naming the splits there are."""

@@ -419,7 +419,9 @@ def _why_not_ready(root: Path, kinds: Kinds) -> str:
     )
     make = f"make it with `{command.format(root)}`"
     if not root.is_dir():
-        return "is a file, not a dataset's folder" if root.is_file() else f"is not a folder; {make}"
+        if root.is_file():
+            return "is a file, not a dataset's folder"
+        return f"is not a folder; {make}"
     if any(root.glob("v1.0-*/sample.json")):
         return (
             "is a nuScenes root, not a Fuelrail dataset; convert it with `fuelrail shard "

@@ -178,7 +178,9 @@ class CameraJpeg:
         )
         if num_bytes < 0:
             raise ImageError(f"JPEG is damaged: {_FAULTS[num_bytes]}")
-        return room[:num_bytes].tobytes() if num_bytes else None
+        if num_bytes:
+            return room[:num_bytes].tobytes()
+        return None
 
     @staticmethod
     def takes(info: ImageInfo, factor: int) -> bool:

@@ -147,13 +147,15 @@ class Batching:
     def num_steps(self) -> int:
         """Steps from ``start`` to the epoch's end, the same on every rank."""
         remaining = self.epoch_length - self.start
-        return (
-            remaining // self.global_batch if self.drop_last else -(-remaining // self.global_batch)
-        )
+        if self.drop_last:
+            return remaining // self.global_batch
+        return -(-remaining // self.global_batch)
 
     def of_epoch(self, epoch: int) -> Batching:
         """Return the batches of one epoch."""
-        return self if self.lengths is None else replace(self, epoch_length=self.lengths(epoch))
+        if self.lengths is None:
+            return self
+        return replace(self, epoch_length=self.lengths(epoch))
 
     def next_epoch(self, epoch: int) -> int:
         """Return the first epoch from this one on that has a step; those without any are passed
@@ -250,9 +252,9 @@ class Cursor:
 
         Raises WorldError where no epoch with a step follows soon (`Batching.next_epoch`).
         """
-        return (
-            self if self.rest(batching).num_steps else Cursor(batching.next_epoch(self.epoch + 1))
-        )
+        if self.rest(batching).num_steps:
+            return self
+        return Cursor(batching.next_epoch(self.epoch + 1))
 
 
 class WorkerShard(NamedTuple):
@@ -301,7 +303,9 @@ class Walk:
 
     def batches(self, epoch: int) -> Batching:
         """Return the batches of one epoch of the walk."""
-        return self.rest if epoch == self.start.epoch else self.batching.of_epoch(epoch)
+        if epoch == self.start.epoch:
+            return self.rest
+        return self.batching.of_epoch(epoch)
 
     def place(self, k: int) -> tuple[int, int]:
         """Return epoch and step of the k-th step of this walk: in constant time where all epochs
@@ -354,7 +358,9 @@ class Walk:
     def number(self, k: int) -> int:
         """Return the number of the k-th step made here among the steps of all shares."""
         epoch, step = self.place(k)
-        return step if epoch == self.start.epoch else self.steps_before(epoch) + step
+        if epoch == self.start.epoch:
+            return step
+        return self.steps_before(epoch) + step
 
     def steps_before(self, epoch: int) -> int:
         """Return the number of steps of all shares from the start to the beginning of an epoch,
@@ -363,11 +369,9 @@ class Walk:
         first = self.start.epoch
         if self.batching.lengths is not None:
             return sum(self.batches(earlier).num_steps for earlier in range(first, epoch))
-        return (
-            0
-            if epoch <= first
-            else self.rest.num_steps + (epoch - first - 1) * self.batching.num_steps
-        )
+        if epoch <= first:
+            return 0
+        return self.rest.num_steps + (epoch - first - 1) * self.batching.num_steps
 
     def cursor(self, k: int) -> Cursor:
         """Return the position before the k-th step of this walk."""

@@ -464,7 +464,9 @@ def regroup(
         )
     for hidden_of_parts in hidden:
         order = ThinnedOrder(order, hidden_of_parts)
-    return order if spec.balance is None else BalancedOrder(order, spec.balance, costs.balance)
+    if spec.balance is None:
+        return order
+    return BalancedOrder(order, spec.balance, costs.balance)
 
 
 def plain(settings: object) -> Any:
@@ -560,7 +562,8 @@ def mix_orders(
             compiled.append(compile_one(number, name, part_spec, lacking[-1]))
         except OrderError as error:
             raise OrderError(f"dataset {name!r}: {error}") from error
-    if missing := set.intersection(*lacking):
+    missing = set.intersection(*lacking)
+    if missing:
         raise unknown_names(missing)
     # The parts are regrouped together: packs, buckets and what is left out are taken off them.
     orders: list[EndlessOrder] = []

@@ -132,7 +132,8 @@ class MixSchedule:
         ] + [np.zeros((1, len(names)), np.int64)]
         lengths = np.diff(self._starts)
         for changes, length in zip(self._changes[:-1], lengths.tolist(), strict=True):
-            if (num := len(changes) - 1) and num * length**2 > MAX_LENGTH:
+            num = len(changes) - 1
+            if num and num * length**2 > MAX_LENGTH:
                 raise OrderError(
                     f"a ramp has {length} blocks of {self.block}, and may have "
                     f"{isqrt(MAX_LENGTH // num)}; end it earlier, or make it of several stages"
@@ -219,15 +220,14 @@ class MixedOrder:
         self.block = sum(self.ratios)
         self.is_one_split = is_one_split
         self.schedule = schedule
-        num_blocks = (
-            max(
+        if epoch_length is None:
+            num_blocks = max(
                 -(-order.epoch_length // ratio)
                 for order, ratio in zip(self.orders, self.ratios, strict=True)
                 if ratio
             )
-            if epoch_length is None
-            else -(-epoch_length // self.block)
-        )
+        else:
+            num_blocks = -(-epoch_length // self.block)
         self.num_blocks = num_blocks
         self.epoch_length = num_blocks * self.block
         self.identity: dict[str, Any] = {
@@ -241,11 +241,9 @@ class MixedOrder:
     @property
     def num_selected(self) -> int:
         """Number of selected samples of all orders."""
-        return (
-            len(self.selected())
-            if self.is_one_split
-            else sum(order.num_selected for order in self.orders)
-        )
+        if self.is_one_split:
+            return len(self.selected())
+        return sum(order.num_selected for order in self.orders)
 
     def selected(self) -> NDArray[np.int64]:
         """Return the selected samples of parts of one split, ascending, each once: int64

@@ -159,7 +159,9 @@ class Filter:
         value = self._value(left, depth)
         match operator, right:
             case ((ast.Is() | ast.IsNot()), ast.Constant(value=None)):
-                return value.is_null() if isinstance(operator, ast.Is) else value.is_valid()
+                if isinstance(operator, ast.Is):
+                    return value.is_null()
+                return value.is_valid()
             case ((ast.Is() | ast.IsNot()), _):
                 raise self._refuse(right, "`is` goes with None only; compare with ==")
             case (
@@ -246,7 +248,9 @@ class Filter:
                 operand=ast.Constant(value=(int() | float()) as value),
             ) if not isinstance(value, bool):
                 signed = -value if isinstance(sign, ast.USub) else value
-                return signed if isinstance(signed, float) else self._integer(node, signed)
+                if isinstance(signed, float):
+                    return signed
+                return self._integer(node, signed)
             case _:
                 raise self._refuse(
                     node,

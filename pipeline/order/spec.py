@@ -283,11 +283,9 @@ class CompiledOrder:
 
     def selected(self) -> NDArray[np.int64]:
         """Return the selected samples, ascending: int64 (num_selected,)."""
-        return (
-            np.arange(self.num_selected)
-            if self._selected is None
-            else self._selected.astype(np.int64)
-        )
+        if self._selected is None:
+            return np.arange(self.num_selected)
+        return self._selected.astype(np.int64)
 
     def epoch(self, epoch: int, /) -> MappedEpoch:
         """Return the order of one epoch: positions 0 ..

@@ -271,7 +271,8 @@ class Table:
         """Return some columns; raise OrderError for others than there are."""
         import pyarrow as pa
 
-        if missing := [name for name in names if name not in self._columns]:
+        missing = [name for name in names if name not in self._columns]
+        if missing:
             raise OrderError(
                 f"data has no column {missing[0]!r}; it has: "
                 f"{', '.join(self._columns) or 'rows only'}"

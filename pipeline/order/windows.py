@@ -147,7 +147,9 @@ class ChannelWindow(Settings, frozen=True, kw_only=True):
     @property
     def reach_ns(self) -> int | None:
         """The greatest distance [ns] of a measurement that is used; None: any within the clip."""
-        return None if self.max_staleness_s is None else round(self.max_staleness_s * 1e9) + SAME_NS
+        if self.max_staleness_s is None:
+            return None
+        return round(self.max_staleness_s * 1e9) + SAME_NS
 
 
 class TimeWindow(Settings, frozen=True):
@@ -303,7 +305,9 @@ class WindowLookup:
         what shows one.
         """
         is_whole = self.window.pad == "drop" or not len(samples)
-        return self if is_whole else window_lookup(self._clips.without(samples), self.window)
+        if is_whole:
+            return self
+        return window_lookup(self._clips.without(samples), self.window)
 
     def find(self, samples: ArrayLike) -> Occurrences:
         """Return the samples whose windows show ``samples`` (n,), stand-ins included: by sample,
@@ -328,14 +332,16 @@ class WindowLookup:
             self(np.arange(low, min(low + _CHUNK, n))).present.all(axis=1)
             for low in range(0, n, _CHUNK)
         ]
-        return np.concatenate(parts) if parts else np.empty(0, dtype=bool)
+        if parts:
+            return np.concatenate(parts)
+        return np.empty(0, dtype=bool)
 
 
 def window_lookup(clips: ClipTable, window: Window) -> WindowLookup:
     """Return the map of samples to their windows; raise OrderError as `TimeLookup`."""
-    return (
-        TimeLookup(clips, window) if isinstance(window, TimeWindow) else WindowLookup(clips, window)
-    )
+    if isinstance(window, TimeWindow):
+        return TimeLookup(clips, window)
+    return WindowLookup(clips, window)
 
 
 class TimeLookup(WindowLookup):

@@ -122,7 +122,9 @@ class ThinnedEpoch(Epoch):
         """Return samples alone (int64, same shape; in packs as many as these hold) at
         ``positions``.
         """
-        return super().__call__(positions) if self._in_packs else self._base(self._below(positions))
+        if self._in_packs:
+            return super().__call__(positions)
+        return self._base(self._below(positions))
 
     def entries(self, positions: ArrayLike, /) -> Entries:
         """Return entries at ``positions``; raises OrderError for positions outside."""

@@ -408,7 +408,9 @@ def _take_group(
         if isinstance(item, Failure):
             return number, item
         if item is END:
-            return (number, items) if items else (number, END)
+            if items:
+                return number, items
+            return number, END
         items.append(item)
     return number, items
 
@@ -439,11 +441,9 @@ def _observe(
     try:
         observer(stage, position, batch, begin_s, end_s)
     except BaseException as error:  # noqa: BLE001 - a thread that dies of it would leave the consumer waiting for ever
-        return (
-            item
-            if isinstance(item, Failure)
-            else _failure(f"the observer failed at stage '{stage}'", error)
-        )
+        if isinstance(item, Failure):
+            return item
+        return _failure(f"the observer failed at stage '{stage}'", error)
     return item
 
 

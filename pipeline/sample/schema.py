@@ -158,7 +158,9 @@ class Geometry:
             if name.startswith("lidar"):
                 values = [value[:num_lidars] for value in values]
             array = np.array(values)
-            return array.reshape(*leading, *array.shape[1:]) if leading else array
+            if leading:
+                return array.reshape(*leading, *array.shape[1:])
+            return array
 
         return cls(**{name: stacked(name) for name, _, _ in ARRAYS[cls]})
 
@@ -454,9 +456,9 @@ def lidar_channel(name: str) -> str:
     """Return channel of a lidar's member: ``lidar_top`` of ``lidar_top.npy`` and
     ``lidar_top_sweeps.safetensors``.
     """
-    return (
-        name.removesuffix(SWEEPS_FIELD) if name.endswith(SWEEPS_FIELD) else name.partition(".")[0]
-    )
+    if name.endswith(SWEEPS_FIELD):
+        return name.removesuffix(SWEEPS_FIELD)
+    return name.partition(".")[0]
 
 
 def decode_sweeps(data: Buffer) -> Sweeps:
@@ -486,7 +488,9 @@ def decode_member(name: str, data: Buffer) -> Any:
         return decode_sweeps(data)
     is_user = name.startswith("x_")
     is_points = name.endswith(f".{POINTS_EXTENSION}")
-    return decode_points(data) if is_points and not is_user else bytes(data)
+    if is_points and not is_user:
+        return decode_points(data)
+    return bytes(data)
 
 
 def decode_sample(key: str, members: Mapping[str, Buffer], fields: Collection[str] = ()) -> Sample:

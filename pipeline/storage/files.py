@@ -127,7 +127,8 @@ def read_regular(path: str | os.PathLike[str], limit: Limit) -> bytes:
     """Return the whole of a regular file that a user named, within a limit; raises OSError."""
     with open_regular(path) as file:
         data = file.read(limit.maximum + 1)
-    if (text := limit.broken(len(data))) is not None:
+    text = limit.broken(len(data))
+    if text is not None:
         raise OSError(errno.EFBIG, f"it {text}", str(path))
     return data
 

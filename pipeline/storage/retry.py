@@ -229,14 +229,14 @@ def _strings(value: object) -> set[str]:
     help to find mistakes.
     """
     if isinstance(value, str):
-        return {value} if len(value) >= 4 and "://" not in value else set()
+        if len(value) >= 4 and "://" not in value:
+            return {value}
+        return set()
     if isinstance(value, dict):
         value = list(value.values())
-    return (
-        {text for item in value for text in _strings(item)}
-        if isinstance(value, list | tuple)
-        else set()
-    )
+    if isinstance(value, list | tuple):
+        return {text for item in value for text in _strings(item)}
+    return set()
 
 
 def read_checked(read: Callable[[], bytes], check: Callable[[bytes], T], policy: RetryPolicy) -> T:

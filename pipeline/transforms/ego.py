@@ -136,7 +136,9 @@ class BevMap:
         q = _turn_about_z(self.rotation_rad, q)
         if self.flip_x != self.flip_y:
             q = q * (1.0, -1.0, 1.0, -1.0)
-        return _turn_about_z(math.pi, q) if self.flip_x else q
+        if self.flip_x:
+            return _turn_about_z(math.pi, q)
+        return q
 
     def in_frame(
         self, frame2ego: NDArray[np.float64]

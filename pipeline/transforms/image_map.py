@@ -259,7 +259,9 @@ class ImageMap:
             return 0, 0, 0, 0
         x0, x1 = _covered(a, offset=tx, low=left, high=right, size=self.out_wh[0])
         y0, y1 = _covered(d, offset=ty, low=top, high=bottom, size=self.out_wh[1])
-        return (x0, y0, x1, y1) if x0 < x1 and y0 < y1 else (0, 0, 0, 0)
+        if x0 < x1 and y0 < y1:
+            return x0, y0, x1, y1
+        return 0, 0, 0, 0
 
     def visible_columns(
         self,

@@ -168,7 +168,9 @@ class Solid:
     @property
     def shape(self) -> str:
         """The name of its shape."""
-        return "human" if self.kind.startswith("human.") else self.kind
+        if self.kind.startswith("human."):
+            return "human"
+        return self.kind
 
     def unit2global(self) -> F64:
         """Return unit box coordinates to global, (4, 4); annotated objects stay a little inside

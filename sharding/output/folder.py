@@ -69,7 +69,9 @@ def manifest_in(out: Output, kinds: Kinds = DATASETS) -> Manifest | None:
     if it is damaged.
     """
     data = out.read(MANIFEST_FILE)
-    return None if data is None else decode_manifest(data, f"{out.shown}/{MANIFEST_FILE}", kinds)
+    if data is None:
+        return None
+    return decode_manifest(data, f"{out.shown}/{MANIFEST_FILE}", kinds)
 
 
 def if_whole(out: Output, manifest: Manifest | None) -> Manifest | None:

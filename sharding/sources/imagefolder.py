@@ -58,7 +58,9 @@ class ImageFolder(FrameSource[FrameSettings]):
             if {*folders} <= _SPLITS.keys()
             else {}
         )
-        return inside if any(inside.values()) else {"": folders}
+        if any(inside.values()):
+            return inside
+        return {"": folders}
 
     def category_names(self) -> list[str]:
         """Return the classes of all splits, in the order of names; an empty one has its number
@@ -93,7 +95,8 @@ class ImageFolder(FrameSource[FrameSettings]):
                         token=name,
                         split=_SPLITS.get(folder, ""),
                     )
-                if num_skipped := len(listed) - len(images):
+                num_skipped = len(listed) - len(images)
+                if num_skipped:
                     self.noted[f"{inside}: files and folders left out, no JPEG or PNG"] += (
                         num_skipped
                     )

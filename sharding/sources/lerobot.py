@@ -93,7 +93,9 @@ class _Feature(msgspec.Struct, frozen=True):
     def scalar(self) -> type | None:
         """The type of a single number; None for what is none."""
         is_one = self.shape in ((), (1,)) and self.dtype in DTYPES
-        return _SCALARS[np.dtype(self.dtype).kind] if is_one else None
+        if is_one:
+            return _SCALARS[np.dtype(self.dtype).kind]
+        return None
 
 
 class _Info(msgspec.Struct, frozen=True):
@@ -383,7 +385,8 @@ class LeRobot(VideoSource[VideoSettings]):
         """Yield the episodes."""
         ranges = {}
         for name, text in self._meta.info.splits.items():
-            if (match := _SPLIT.match(text)) is None:
+            match = _SPLIT.match(text)
+            if match is None:
                 raise SourceError(
                     f"{_INFO}: split '{shortened(name)}' is '{shortened(text)}', expected "
                     "FIRST:END of episodes"
@@ -556,7 +559,8 @@ class LeRobot(VideoSource[VideoSettings]):
         """Yield images of Parquet files: of each row group and feature its images at once."""
         rows_by_column: dict[tuple[str, str], list[int]] = {}
         for ref in refs:
-            if match := _ROW.match(ref):
+            match = _ROW.match(ref)
+            if match:
                 rows_by_column.setdefault((match[1], match[3]), []).append(int(match[2]))
         for (name, feature), rows in rows_by_column.items():
             where = f"table '{self.files.shown}/{name}'"
@@ -603,7 +607,9 @@ def _fill_path(template: str, values: Mapping[str, Any]) -> str:
                 f"{', '.join(values)}"
             )
         value = values[field[1]]
-        return f"{value:0{field[2]}d}" if field[2] and isinstance(value, int) else str(value)
+        if field[2] and isinstance(value, int):
+            return f"{value:0{field[2]}d}"
+        return str(value)
 
     return _FIELD.sub(text, template)
 

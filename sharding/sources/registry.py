@@ -180,7 +180,9 @@ def naming(spec: SourceSpec) -> Iterator[None]:
 
 
 def _describe_package(entry: EntryPoint) -> str:
-    return _OWN_PACKAGE if entry.dist is None else f"{entry.dist.name} {entry.dist.version}"
+    if entry.dist is None:
+        return _OWN_PACKAGE
+    return f"{entry.dist.name} {entry.dist.version}"
 
 
 def make_source(spec: SourceSpec) -> Source:

@@ -354,7 +354,9 @@ class WebDataset(FrameSource[WebDatasetSettings]):
     @property
     def reads(self) -> Reads:  # type: ignore[override]
         """ "clip" where a tar is compressed."""
-        return "clip" if any(tar.endswith(COMPRESSED) for tar in self._list_tars()) else "random"
+        if any(tar.endswith(COMPRESSED) for tar in self._list_tars()):
+            return "clip"
+        return "random"
 
     def _list_tars(self) -> list[str]:
         """Return the names of the tars; what else is in the folder is counted."""
@@ -375,7 +377,8 @@ class WebDataset(FrameSource[WebDatasetSettings]):
             return Sensors.from_names(self.given.images)
         extensions: set[str] = set()
         for sample in self.iter_samples():
-            if cameras := _find_cameras(sample.members):
+            cameras = _find_cameras(sample.members)
+            if cameras:
                 return Sensors.from_names(cameras)
             if len(extensions) < _MOST_EXTENSIONS:
                 extensions.update(sample.members)
@@ -608,11 +611,9 @@ class WebDataset(FrameSource[WebDatasetSettings]):
 def _make_ref(sample: _Sample, member: Member) -> str:
     """Return the reference of a member's bytes."""
     plain = sample.read is None
-    return (
-        f"{sample.tar}#{member.offset}+{member.length}"
-        if plain
-        else f"{MADE_PREFIX}{sample.tar}#{member.name}"
-    )
+    if plain:
+        return f"{sample.tar}#{member.offset}+{member.length}"
+    return f"{MADE_PREFIX}{sample.tar}#{member.name}"
 
 
 def _find_cameras(members: dict[str, Member]) -> dict[str, str]:

@@ -340,11 +340,13 @@ def tag(
                 f"tag {name!r:.120} is not allowed: a-z, 0-9, '.', '_' and '-', at most 100 "
                 "characters"
             )
-    if repeated := sorted(set(add) & set(remove)):
+    repeated = sorted(set(add) & set(remove))
+    if repeated:
         raise ConfigError(
             f"tag {repeated[0]!r:.120} is to be added and to be removed: give it once"
         )
-    if unknown := sorted(set(remove) - tags):
+    unknown = sorted(set(remove) - tags)
+    if unknown:
         listed = ", ".join(sorted(tags)) or "none"
         raise ConfigError(f"dataset '{dataset}' has no tag {unknown[0]!r:.120}; it has: {listed}")
     new_tags = tuple(sorted((tags | set(add)) - set(remove)))

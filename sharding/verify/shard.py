@@ -232,7 +232,8 @@ class ShardCheck:
                     return
                 sample = decode_sample(row.key, members, self._rig.fields)
                 meta = sample.meta
-                if (twice := repeated_key(bytes(members[META]), meta)) is not None:
+                twice = repeated_key(bytes(members[META]), meta)
+                if twice is not None:
                     self._fault(
                         f"member '{META}': the key '{shortened(twice)}' occurs twice in an object",
                         row.offset,

@@ -99,9 +99,8 @@ class ShardPacker:
             codecs.held_bytes(memoryview(data).nbytes, memoryview(raw).nbytes, codec)
             for (_, codec, raw), (_, data) in zip(members, stored, strict=True)
         ]
-        if (largest := max(sum(held), packed.length)) > codecs.MAX_SAMPLE_BYTES or len(
-            held
-        ) > codecs.MAX_MEMBERS:
+        largest = max(sum(held), packed.length)
+        if largest > codecs.MAX_SAMPLE_BYTES or len(held) > codecs.MAX_MEMBERS:
             raise MemberTooLargeError(
                 f"{len(held)} members that take {largest} bytes of memory, over the caps of "
                 f"{codecs.MAX_MEMBERS} and {codecs.MAX_SAMPLE_BYTES}",

@@ -222,7 +222,8 @@ class Staging:
                     is_stored=isinstance(data, StoredJpeg),
                 )
                 sizes[band] += num_bytes
-            if missing := refs.keys() - places.keys():
+            missing = refs.keys() - places.keys()
+            if missing:
                 raise SourceError(f"the {self._spec.kind} source has no bytes for '{min(missing)}'")
         with published(path, sync=False) as file:
             file.write(msgspec.msgpack.encode(_Index(digest, sizes, places)))

@@ -236,11 +236,9 @@ def ranks_on_host(world: World) -> range:
     except (KeyError, ValueError):
         return range(world.size)
     first = world.rank - rank
-    return (
-        range(first, first + size)
-        if fits and 0 <= first <= world.size - size
-        else range(world.size)
-    )
+    if fits and 0 <= first <= world.size - size:
+        return range(first, first + size)
+    return range(world.size)
 
 
 class FarthestFirst:

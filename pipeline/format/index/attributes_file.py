@@ -191,5 +191,6 @@ class AttributesFile:
                 group.total_byte_size,
                 sum(column.total_uncompressed_size for column in columns),
             )
-            if (text := ATTRIBUTES.broken(num_bytes)) is not None:
+            text = ATTRIBUTES.broken(num_bytes)
+            if text is not None:
                 raise IndexFileError(f"'{self._path}': row group {number} {text}")

@@ -260,7 +260,9 @@ def check_spans(
 
 
 def _signed(number: int) -> int:
-    return number - (1 << 64) if number >= 1 << 63 else number
+    if number >= 1 << 63:
+        return number - (1 << 64)
+    return number
 
 
 def check_caps(

@@ -415,8 +415,11 @@ class SampleIndex:
         """Return one column of a batch, checked by itself: nothing else of the mapped batch is
         read.
         """
-        if (batch := self._batches[number]) is not None:
-            return getattr(batch, name) if name in _TEXTS else batch.scalars[_SCALARS.index(name)]
+        batch = self._batches[number]
+        if batch is not None:
+            if name in _TEXTS:
+                return getattr(batch, name)
+            return batch.scalars[_SCALARS.index(name)]
         self._source.need_batch(number)
         with self._lock:
             record = self._record_batch(number)

@@ -282,11 +282,10 @@ class ClipRows:
         before = -1
         for number, frame in enumerate(frames):
             if frame.timestamp_ns <= before:
-                problem = (
-                    "is negative"
-                    if frame.timestamp_ns < 0
-                    else f"is not later than {before} of the frame before it"
-                )
+                if frame.timestamp_ns < 0:
+                    problem = "is negative"
+                else:
+                    problem = f"is not later than {before} of the frame before it"
                 raise SourceError(
                     f"{where}: the time of frame {number}, {frame.timestamp_ns} ns, {problem}"
                 )
@@ -412,10 +411,12 @@ class ClipRows:
         mask: Mask,
         arrays: ClipArrays,
     ) -> ClipBoxes:
-        rows = [
-            frame.boxes if is_kept else None
-            for frame, is_kept in zip(frames, mask.tolist(), strict=True)
-        ]
+        rows = []
+        for frame, is_kept in zip(frames, mask.tolist(), strict=True):
+            if is_kept:
+                rows.append(frame.boxes)
+            else:
+                rows.append(None)
         try:
             return clip_boxes(
                 rows,
@@ -485,11 +486,9 @@ def _find_absent_image(frame: Frame, channel: str) -> Image | None:
     a size.
     """
     image = frame.images.get(channel)
-    return (
-        image
-        if isinstance(image, Image) and image.stays and min(image.width, image.height) > 0
-        else None
-    )
+    if isinstance(image, Image) and image.stays and min(image.width, image.height) > 0:
+        return image
+    return None
 
 
 class _ClipFacts:

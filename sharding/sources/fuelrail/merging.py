@@ -108,4 +108,6 @@ def _describe_value(value: object) -> str:
             columns = f": {' '.join(entry.columns)}" if hasattr(entry, "columns") else ""
             parts.append(f"{entry.channel} ({entry.source_name}{columns})")
         return ", ".join(parts)
-    return ", ".join(value) if isinstance(value, tuple) else str(value)
+    if isinstance(value, tuple):
+        return ", ".join(value)
+    return str(value)

@@ -72,11 +72,15 @@ class KittiObject(FrameSource[KittiObjectSettings]):
     @property
     def image_boxes(self) -> dict[str, str]:  # type: ignore[override]  # by the options
         """The left colour camera, with the option."""
-        return {"image_2": "bounds as labelled; row counts in boxes"} if self.given.boxes2d else {}
+        if self.given.boxes2d:
+            return {"image_2": "bounds as labelled; row counts in boxes"}
+        return {}
 
     @property
     def _cameras(self) -> tuple[str, ...]:
-        return tuple(_CAMERAS) if self.given.right else ("image_2",)
+        if self.given.right:
+            return tuple(_CAMERAS)
+        return ("image_2",)
 
     def category_names(self) -> tuple[str, ...]:
         """Return the classes without DontCare, which marks what is not labelled and has no box."""

@@ -127,7 +127,9 @@ class Kitti(FrameSource[KittiSettings]):
 
     @property
     def _cameras(self) -> tuple[str, ...]:
-        return (*COLOUR, *GRAY) if self.given.gray else COLOUR
+        if self.given.gray:
+            return (*COLOUR, *GRAY)
+        return COLOUR
 
     def category_names(self) -> tuple[str, ...]:
         """Return the classes of the object benchmark."""
@@ -293,7 +295,8 @@ class Kitti(FrameSource[KittiSettings]):
         if lacking:
             self.noted["frames without any time, left out"] += len(lacking)
             numbers = [number for number in numbers if reference[number] != _NO_TIME]
-        if num_replaced := len(without_time) - len(lacking):
+        num_replaced = len(without_time) - len(lacking)
+        if num_replaced:
             self.noted["frames without a time of their own, which have a camera's"] += num_replaced
         boxes = self._read_tracklets(folder, invert_rigid(lidar2ego))
         members: list[list[Reference]] = [[] for _ in numbers]
@@ -326,7 +329,9 @@ class Kitti(FrameSource[KittiSettings]):
     @property
     def channels(self) -> tuple[Channel, ...]:  # type: ignore[override]  # by the options
         """The channels of oxts, with the option."""
-        return (CAN,) if self.given.oxts else ()
+        if self.given.oxts:
+            return (CAN,)
+        return ()
 
     def points(self, ref: str) -> F32:
         """Read points (P, 4), not compensated for ego's motion during the sweep."""

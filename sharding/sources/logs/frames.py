@@ -246,15 +246,14 @@ class FrameMaker:
         index = self._index
         stated = self._given.camera_infos.get(channel)
         parts = topic.split("/")
-        beside = (
-            [stated]
-            if stated
-            else [
+        if stated:
+            beside = [stated]
+        else:
+            beside = [
                 "/".join([*parts[:end], name])
                 for end in (-1, -2, -3)
                 for name in ("camera_info", "calibration")
             ]
-        )
         frame = index.frame_ids.get(topic, "")
         info_topic = next((name for name in beside if name in index.calibrations), None)
         if info_topic is None and not stated:

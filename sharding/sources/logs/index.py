@@ -286,7 +286,8 @@ class LogIndex:
                 for row_number, row in enumerate(rows)
                 if row >= 0
             }
-            if number := len(self.marks[topic]) - len(marked):
+            number = len(self.marks[topic]) - len(marked)
+            if number:
                 self.noted[f"{topic}: messages of no picture"] = number
             self._marked[pictures, topic] = marked
         return marked

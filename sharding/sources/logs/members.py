@@ -174,7 +174,9 @@ class LogMembers:
                 self._topics.levels.get(job.topic, FULL),
             )
         data = memoryview(message.data)[picture.offset : picture.offset + picture.length]
-        return plain_or_damaged(data) if job.kind == "palette" else data
+        if job.kind == "palette":
+            return plain_or_damaged(data)
+        return data
 
     def _group_jobs(self, jobs: Sequence[Job]) -> list[_Group]:
         """Return the runs of messages from a keyframe to the last one wanted; runs that touch

@@ -253,7 +253,9 @@ class Proto:
     def span(self, name: str) -> tuple[int, int]:
         """Return offset and length of bytes."""
         spans = self._fields.get(name)
-        return spans[-1] if spans else (0, 0)
+        if spans:
+            return spans[-1]
+        return 0, 0
 
     def raw(self, name: str) -> bytes:
         """Return bytes."""
@@ -267,7 +269,9 @@ class Proto:
     def number(self, name: str) -> int:
         """Return an integer, of either encoding; 0 where it is absent, as proto3 has it."""
         value = self._fields.get(name, [0])[-1]
-        return int.from_bytes(value, "little") if isinstance(value, bytes) else value
+        if isinstance(value, bytes):
+            return int.from_bytes(value, "little")
+        return value
 
     def double(self, name: str) -> float:
         """Return a double."""
@@ -305,7 +309,9 @@ class Proto:
     def message(self, name: str) -> Proto:
         """Return a nested message; an empty one where it is absent."""
         messages = self.messages(name)
-        return messages[-1] if messages else Proto(b"", self._names, "")
+        if messages:
+            return messages[-1]
+        return Proto(b"", self._names, "")
 
     @property
     def stamp_ns(self) -> int:

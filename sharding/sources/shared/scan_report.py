@@ -151,7 +151,8 @@ class ScanReport(msgspec.Struct, kw_only=True):
             for name, number in sorted(self.noted.items())
         ]
         lines += noted[:_MOST_NAMES]
-        if more := len(noted[_MOST_NAMES:]):
+        more = len(noted[_MOST_NAMES:])
+        if more:
             lines.append(f"  noted: {more:,} more, in provenance.scan of the manifest")
         lines += _format_lines(
             {
@@ -190,7 +191,9 @@ def _format_lines(counts: Mapping[str, Mapping[str, float]]) -> list[str]:
 def _escape_name(name: str, limit: int = _MOST_CHARACTERS) -> str:
     """Return a name of the source that is safe to print."""
     short = name if len(name) <= limit else name[:limit] + "..."
-    return short if short and short.isprintable() else ascii(short)
+    if short and short.isprintable():
+        return short
+    return ascii(short)
 
 
 class _Cause:

@@ -186,11 +186,9 @@ class ScanWriter:
 
     def depth(self, requested: Depth, damaged_image: str) -> Depth:
         """Return how much of each image a source with these options must read."""
-        return (
-            "ends"
-            if requested == "head" and (self._is_check or damaged_image != "error")
-            else requested
-        )
+        if requested == "head" and (self._is_check or damaged_image != "error"):
+            return "ends"
+        return requested
 
     def begin_clip(self, clip_id: str, clip_name: str, clip_token: str) -> None:
         """Start the next clip; raises SourceError for an id that already was or that is not a
@@ -372,7 +370,9 @@ def stored_estimate(member: Reference) -> int:
     """Estimate the stored size of a sensor member for planning: arrays shrink to about half,
     encoded images do not.
     """
-    return member.bytes // 2 if _is_compressible(member.name) else member.bytes
+    if _is_compressible(member.name):
+        return member.bytes // 2
+    return member.bytes
 
 
 def _is_compressible(name: str) -> bool:
@@ -384,7 +384,9 @@ def uncompressed_share(members: Sequence[Reference]) -> float:
     :func:`stored_estimate`.
     """
     estimate = sum(map(stored_estimate, members))
-    return sum(member.bytes for member in members) / estimate if estimate else 1.0
+    if estimate:
+        return sum(member.bytes for member in members) / estimate
+    return 1.0
 
 
 class ScanTable:

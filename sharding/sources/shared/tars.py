@@ -113,7 +113,9 @@ class _Unpacked:
             begin = len(self._last) - self._back
             data = self._last[begin : begin + length]
             self._back -= len(data)
-            return data + self.read(length - len(data)) if len(data) < length else data
+            if len(data) < length:
+                return data + self.read(length - len(data))
+            return data
         pieces = []
         num_bytes = 0
         while num_bytes < length and (piece := self._stream.read(length - num_bytes)):

@@ -438,7 +438,9 @@ def is_keyframe(data: Buffer, codec: str, where: str) -> bool:
     while position >= 0 and position + 3 < len(head):
         kind = head[position + 3] & 0x1F if name == "h264" else head[position + 3] >> 1 & 0x3F
         if kind <= 5 if name == "h264" else kind < 32:  # a picture
-            return kind == 5 if name == "h264" else 16 <= kind < 24
+            if name == "h264":
+                return kind == 5
+            return 16 <= kind < 24
         has_parameters |= kind == (7 if name == "h264" else 33)
         position = head.find(b"\0\0\1", position + 3)
     # notes of an encoder may fill the head; only a keyframe's parameter sets precede them
@@ -524,7 +526,9 @@ class _Encoder:
             planes = _convert_planes(planes, matrix, is_full)
         contiguous = map(np.ascontiguousarray, planes)
         data: bytes = simplejpeg.encode_jpeg_yuv_planes(*contiguous, quality=self._form.quality)
-        return data if self._form.size is None else StoredJpeg(data)
+        if self._form.size is None:
+            return data
+        return StoredJpeg(data)
 
 
 def _convert_planes(

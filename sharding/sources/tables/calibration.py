@@ -75,11 +75,9 @@ def read_calibration(
     count = len(rows)
 
     def integers(name: str) -> list[int]:
-        return (
-            rows.integers(prefix + name, unknown=0).tolist()
-            if prefix + name in rows
-            else [0] * count
-        )
+        if prefix + name in rows:
+            return rows.integers(prefix + name, unknown=0).tolist()
+        return [0] * count
 
     models = rows.texts(f"{prefix}dist_model") if f"{prefix}dist_model" in rows else []
     dist: list[tuple[float, ...]] = [()] * count

@@ -372,7 +372,8 @@ class Manifest(FrameSource[ManifestSettings]):
             dtype = self._find_mask_dtype(table, column) or "uint8"
             channels[column] = mask_channel(match[1].lower(), match[2] or "mask", dtype)
         names = [channel.name for channel in channels.values()]
-        if twice := {*self._values} & {*names} or {name for name in names if names.count(name) > 1}:
+        twice = {*self._values} & {*names} or {name for name in names if names.count(name) > 1}
+        if twice:
             raise SourceError(f"two columns become the channel {min(twice)}: rename one of them")
         return channels
 
@@ -585,11 +586,9 @@ class Manifest(FrameSource[ManifestSettings]):
             is_flu=is_camera and axes == "flu",
         )
         fallback = None if self._calibrations is None else self._calibrations.find(clip.name, name)
-        return (
-            calibrations
-            if fallback is None
-            else [calibration.filled(fallback) for calibration in calibrations]
-        )
+        if fallback is None:
+            return calibrations
+        return [calibration.filled(fallback) for calibration in calibrations]
 
     def points(self, ref: str) -> F32:
         """Read a lidar file, or a range of a file."""
@@ -602,7 +601,9 @@ class Manifest(FrameSource[ManifestSettings]):
 
 def _list_columns(table: Table | None) -> list[str]:
     """Return the names of a table's columns; none where the table does not exist."""
-    return [] if table is None else list(table.schema.names)
+    if table is None:
+        return []
+    return list(table.schema.names)
 
 
 def _read_times(rows: Rows, *, is_unix: bool) -> I64:

@@ -94,11 +94,12 @@ def has_text(files: SourceFiles, name: str, text: str, is_searched: Callable[[st
         if name.endswith(".parquet"):
             opened = _open_parquet(file, name)
             columns = [column for column in opened.schema_arrow.names if is_searched(column)]
-            batches = (
-                opened.iter_batches(batch_size=_ROWS_AT_ONCE, columns=columns, use_threads=False)
-                if columns
-                else ()
-            )
+            if columns:
+                batches = opened.iter_batches(
+                    batch_size=_ROWS_AT_ONCE, columns=columns, use_threads=False
+                )
+            else:
+                batches = ()
             for batch in batches:
                 for column in batch.columns:
                     is_text = pa.types.is_dictionary(column.type) or column.type in (
@@ -319,7 +320,8 @@ def _read_csv_tables(file: pa.NativeFile, name: str, type_of: TypeOf) -> Iterato
             "columns and points in numbers"
         )
     types = {column: kind for column in header if (kind := type_of(column)) is not None}
-    if lists := [column for column, kind in types.items() if pa.types.is_nested(kind)]:
+    lists = [column for column, kind in types.items() if pa.types.is_nested(kind)]
+    if lists:
         raise SourceError(
             f"table '{name}': CSV has no lists, and {lists[0]} is one; give numbers in "
             "columns of their own, such as fx, fy, cx, cy and tx, ty, tz, qw, qx, qy, qz, "
@@ -375,10 +377,14 @@ def _cast_exactly(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray
     except pa.ArrowInvalid:
         return None
     if kind == pa.int64():
-        return values if values.cast(pa.string()).equals(column) else None
+        if values.cast(pa.string()).equals(column):
+            return values
+        return None
     if kind == pa.float64():
         is_code = pc.match_substring_regex(column, r"^[+-]?0[0-9]|^[+-]?[0-9]{16,}$")
-        return None if pc.any(is_code).as_py() else values
+        if pc.any(is_code).as_py():
+            return None
+        return values
     return values
 
 

@@ -170,7 +170,8 @@ def read_frame(
             "motion dataset (Scenario) and of tf.Example have other messages"
         ) from error
     names = [image.name for image in head.images]
-    if twice := {name for name in names if names.count(name) > 1}:
+    twice = {name for name in names if names.count(name) > 1}
+    if twice:
         raise SourceError(f"{place} has two images of {min(twice)}")
     return head
 
@@ -249,7 +250,8 @@ def _read_image(window: FileWindow, place: FieldPlace) -> ImageHead | None:
     offset = place.start
     num_bytes = 0
     pose = None
-    if (usual := _read_usual_image(window, place)) is not None:
+    usual = _read_usual_image(window, place)
+    if usual is not None:
         return usual
     times = dict.fromkeys((_IMAGE_TIME, _IMAGE_SHUTTER, _IMAGE_TRIGGER, _IMAGE_DONE), float("nan"))
     for number, wire, value in _iter_image_fields(window, place):
@@ -454,7 +456,9 @@ def image_of(
 
 def label_type(kind: int) -> str:
     """Return the category of a type of labels."""
-    return LABEL_TYPES[kind] if 0 <= kind < len(LABEL_TYPES) else f"type {kind}"
+    if 0 <= kind < len(LABEL_TYPES):
+        return LABEL_TYPES[kind]
+    return f"type {kind}"
 
 
 def box_rows(
@@ -571,7 +575,8 @@ def _read_boxes(data: NDArray[np.uint8], rows: NDArray[np.intp], fail: Fail) -> 
             values = {number: doubles(row.tobytes(), number) for number in range(1, 8)}
         except ValueError as error:
             fail(int(rows[index]), str(error))
-        if missing := [number for number, value in values.items() if not value]:
+        missing = [number for number, value in values.items() if not value]
+        if missing:
             fail(int(rows[index]), f"a box without field {missing[0]}")
         table[index] = [value[-1] for value in values.values()]
     return table

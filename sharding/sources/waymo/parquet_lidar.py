@@ -69,7 +69,8 @@ def sweeps(files: SourceFiles, name: str, selected: Collection[int]) -> Iterator
     lasers: dict[int, set[int]] = {}
     for time, laser in zip(keys[_TIME].tolist(), keys[_LASER].tolist(), strict=True):
         lasers.setdefault(time, set()).add(laser)
-    if absent := remaining - lasers.keys():
+    absent = remaining - lasers.keys()
+    if absent:
         raise SourceError(f"{where} has no range image at {min(absent)} us")
     # Lidar to vehicle, and inclinations, by lidar.
     calibration_name = _name_beside(name, "lidar_calibration")
@@ -158,9 +159,10 @@ def _read_range_images(
     where = f"table '{files.shown}/{name}'"
     selected = set(selected)
     with open_parquet(files, name, read_whole=True) as file:
-        if missing := [
+        missing = [
             column_name for column_name in names if column_name not in file.schema_arrow.names
-        ]:
+        ]
+        if missing:
             raise SourceError(
                 f"{where} has no column '{missing[0]}'; it has {', '.join(file.schema_arrow.names)}"
             )

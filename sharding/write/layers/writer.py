@@ -126,12 +126,14 @@ class LayerWriter:
             zstd=ZSTD_VERSION,
             recipe=dict(recipe or {}),
         )
-        if reserved := sorted({*self._run.recipe} & _OWN_RECIPE):
+        reserved = sorted({*self._run.recipe} & _OWN_RECIPE)
+        if reserved:
             raise ConfigError(
                 f"recipe has '{reserved[0]}', which a layer has of its own: give it another name"
             )
         self._scalars = scalar_channels(table)
-        if reserved := [name for name in self._scalars if name in INDEXED]:
+        reserved = [name for name in self._scalars if name in INDEXED]
+        if reserved:
             raise ConfigError(
                 f"channel '{reserved[0]}' is a number for each sample, so a column of "
                 f"attributes.parquet, which has {', '.join(INDEXED)} of its own: give it "
@@ -175,7 +177,8 @@ class LayerWriter:
         position = self._base.position(number_or_key)
         row = self._base.index.row(position)
         table = {channel.name: channel for channel in self._run.channels}
-        if unknown := [name for name in values if name not in table]:
+        unknown = [name for name in values if name not in table]
+        if unknown:
             raise SchemaError(
                 f"the table has no channel {unknown[0]!r:.110}; it has: {', '.join(table)}",
                 key=row.key,

@@ -127,7 +127,9 @@ class LogFile:
 
     def read(self, place: Locator, limit: int | None = None) -> Message:
         """Read a whole message, or its first bytes."""
-        return self._unpack(self._read(place)) if self._is_packed else self._read(place, limit)
+        if self._is_packed:
+            return self._unpack(self._read(place))
+        return self._read(place, limit)
 
     def _walk(self, heads: Collection[str], whole_topics: Collection[str]) -> Iterator[Message]:
         raise NotImplementedError

@@ -104,7 +104,9 @@ class McapFile(LogFile):
     @property
     def num_stated(self) -> dict[str, int]:
         """Messages by topic, as the statistics of the file have them."""
-        return {} if self._summary is None else self._summary.num_messages
+        if self._summary is None:
+            return {}
+        return self._summary.num_messages
 
     @cached_property
     def reads_in_order(self) -> bool:

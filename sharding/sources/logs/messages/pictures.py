@@ -139,7 +139,8 @@ def raw_jpeg(data: Buffer, picture: Picture, where: str, levels: tuple[int, int]
     code, in_channels = _CONVERTED.get(encoding, ("", channels))
     row_bytes = width * in_channels * (1 + (encoding != picture.encoding))
     pixels = memoryview(data)[picture.offset : picture.offset + picture.length]
-    if fault := raw_fault(picture):
+    fault = raw_fault(picture)
+    if fault:
         raise SourceError(f"{where}: {fault}")
     rows = np.frombuffer(pixels, np.uint8, step * height).reshape(height, step)[:, :row_bytes]
     if encoding != picture.encoding:

@@ -72,7 +72,8 @@ def parse_map(data: bytes, where: str) -> tuple[VectorMap, int]:
     for name, tags in elements.tags["relation"].items():
         if tags.get("type") == "lanelet":
             roles = dict(elements.members[name])
-            if missing := {"left", "right"} - roles.keys():
+            missing = {"left", "right"} - roles.keys()
+            if missing:
                 raise SourceError(
                     f"{where}: lanelet {name} has no {' and no '.join(sorted(missing))} way"
                 )

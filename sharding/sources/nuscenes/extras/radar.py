@@ -163,4 +163,6 @@ def parse_pcd(data: bytes, name: str) -> F64:
             f"nuScenes' 18 fields, {' '.join(FIELDS)}"
         )
     points = np.stack([column.astype(np.float64) for column in fields.values()], 1)
-    return points[:0] if len(points) and np.isnan(points[0]).any() else points
+    if len(points) and np.isnan(points[0]).any():
+        return points[:0]
+    return points
