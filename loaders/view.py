@@ -30,10 +30,8 @@ from fuelrail.pipeline.text import shortened
 from fuelrail.pipeline.transforms.image import CameraGroup, ImageAugment
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
     from fuelrail.loaders.loader import DataLoader
+    from fuelrail.pipeline.dtypes import U8
     from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.sample.schema import Sample
 
@@ -88,7 +86,7 @@ class ViewReport(NamedTuple):
     key: str
     num_cameras: int
     num_boxes: int
-    sheet: NDArray[np.uint8]
+    sheet: U8
     selected: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
 

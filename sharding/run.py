@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from fuelrail.pipeline.channels.selection import check_table
 from fuelrail.pipeline.channels.sensors import CameraEntry, channel_table
@@ -86,6 +85,7 @@ from fuelrail.sharding.write.shard_writer import WriteJob
 from fuelrail.sharding.write.staging import NO_BAND, Bands, stage_clips
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.dtypes import U64
     from fuelrail.pipeline.format.codecs import Dictionary
     from fuelrail.pipeline.sample.schema import F64
     from fuelrail.sharding.engines import Engine
@@ -116,7 +116,7 @@ class _Scan(NamedTuple):
     info: ScanInfo
     table: ScanTable
     recipe: Recipe
-    stamps: NDArray[np.uint64]
+    stamps: U64
 
 
 class _Planned(NamedTuple):
@@ -300,9 +300,7 @@ def _make_rig(info: ScanInfo) -> Rig:
     )
 
 
-def _fill_table(
-    source: Source, path: Path, *, is_check: bool = False
-) -> tuple[ScanInfo, NDArray[np.uint64]]:
+def _fill_table(source: Source, path: Path, *, is_check: bool = False) -> tuple[ScanInfo, U64]:
     with ScanWriter(path, source.attribute_types, is_check=is_check) as out:
         info = source.scan(out)
     if not info.num_samples:

@@ -34,8 +34,7 @@ from fuelrail.pipeline.runtime.workers import (
 )
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+    from fuelrail.pipeline.dtypes import U8
 
 _JOIN_S: Final = 5.0
 _LOADED_IN: Final = os.getpid()
@@ -240,11 +239,11 @@ class _Pickler(pickle.Pickler):
         )
 
 
-def content_of(tensor: torch.Tensor) -> NDArray[np.uint8]:
+def content_of(tensor: torch.Tensor) -> U8:
     """Return the elements of a plain tensor as bytes, uint8 (n,)."""
     # Strides of axes of length 1 may be any.
     dense = tensor.contiguous().as_strided((tensor.numel(),), (1,))
-    content: NDArray[np.uint8] = dense.view(torch.uint8).numpy()
+    content: U8 = dense.view(torch.uint8).numpy()
     return content
 
 

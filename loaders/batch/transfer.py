@@ -5,16 +5,19 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from fuelrail.loaders.batch.buffer_pool import page_locked
 from fuelrail.loaders.decode.protocol import wait_on_host
 from fuelrail.loaders.storage.buffers import Buffers, Memory, pageable
 from fuelrail.pipeline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fuelrail.pipeline.dtypes import U8
+
 
 ALIGNMENT: Final = 64
 """Bytes: of a cache line, and a multiple of every element's size."""
@@ -246,7 +249,7 @@ class Arena:
         """
         return pack(tensors, self._take_memory)
 
-    def _take_memory(self, num_bytes: int) -> NDArray[np.uint8]:
+    def _take_memory(self, num_bytes: int) -> U8:
         if num_bytes > len(self._memory):
             # A quarter more, so that batches that grow a little do not each take new memory.
             room = -(-num_bytes * 5 // 4 // ALIGNMENT) * ALIGNMENT

@@ -28,10 +28,9 @@ from fuelrail.pipeline.errors import ConfigError, ImageError
 from fuelrail.pipeline.settings import did_you_mean
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
-    from numpy.typing import NDArray
 
+    from fuelrail.pipeline.dtypes import U8
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.pipeline.transforms.image_map import ImageMap
 
@@ -128,7 +127,7 @@ def decode_images(
     decoder: ImageDecoder,
     encoded: Sequence[Buffer],
     image_maps: Sequence[ImageMap],
-    outs: Sequence[NDArray[np.uint8]],
+    outs: Sequence[U8],
 ) -> Iterator[ImageError | None]:
     """Decode each image under its map: in one call where the decoder can, else one after another.
 
@@ -157,7 +156,7 @@ def decode_views(
     decoder: ImageDecoder,
     encoded: Buffer,
     image_maps: Sequence[ImageMap],
-    outs: Sequence[NDArray[np.uint8]],
+    outs: Sequence[U8],
 ) -> None:
     """Write one image under several maps: from one decode where the decoder can, else from one for
     each.

@@ -69,9 +69,8 @@ except ImportError as error:
 
 from collections.abc import Sequence
 
-from numpy.typing import NDArray
-
 if TYPE_CHECKING:
+    from fuelrail.pipeline.dtypes import U8
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.pipeline.transforms.image_map import ImageMap
 
@@ -207,7 +206,7 @@ class DaliDecoder:
         self,
         encoded: Buffer,
         image_map: ImageMap,
-        out: NDArray[np.uint8],
+        out: U8,
         interpolation: Interpolation = "bilinear",
     ) -> None:
         """Decode one image into ``out`` in host memory; see the protocol.

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import cv2
 import numpy as np
-from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import Settings
@@ -31,6 +30,7 @@ from fuelrail.pipeline.transforms.lens import (
 )
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.dtypes import F32, F64, Mask
     from fuelrail.pipeline.sample.schema import Sample
     from fuelrail.pipeline.transforms.image_map import ImageMap
 
@@ -53,9 +53,9 @@ class Sampling(NamedTuple):
     the source.
     """
 
-    x: NDArray[np.float32]
-    y: NDArray[np.float32]
-    unseen: NDArray[np.bool_] | None
+    x: F32
+    y: F32
+    unseen: Mask | None
 
 
 @functools.lru_cache(maxsize=64)
@@ -107,9 +107,7 @@ def _chosen_camera(lens: Lens, wh: tuple[int, int], alpha: float) -> Matrix3:
     return (fx, 0.0, cx), (0.0, fy, cy), (0.0, 0.0, 1.0)
 
 
-def _rectangle_camera(
-    sides: NDArray[np.float64], corner: NDArray[np.float64]
-) -> tuple[NDArray[np.float64], ...]:
+def _rectangle_camera(sides: F64, corner: F64) -> tuple[F64, ...]:
     """Return focal lengths and centre that show a rectangle (left, top, right, bottom) of rays
     as a whole image.
     """
@@ -153,9 +151,7 @@ def source_rows(image_map: ImageMap, lens: Lens, support_px: float) -> tuple[int
 
 
 @functools.lru_cache(maxsize=256)
-def _coarse_places(
-    image_map: ImageMap, lens: Lens
-) -> tuple[NDArray[np.float32], NDArray[np.float32], float, float]:
+def _coarse_places(image_map: ImageMap, lens: Lens) -> tuple[F32, F32, float, float]:
     """Return stored places of about every 16th output pixel, the outermost included, and their
     steps across and down.
 
@@ -212,7 +208,7 @@ def sampling(
     return Sampling(x, y, ~is_seen)
 
 
-def _centre_matrix(image_map: ImageMap) -> NDArray[np.float64]:
+def _centre_matrix(image_map: ImageMap) -> F64:
     """Return the true map on centre-origin pixels, (3, 3), not the matrix that is published in
     its place.
     """

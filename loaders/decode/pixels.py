@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import cv2
 import numpy as np
-from numpy.typing import NDArray
 
 from fuelrail.pipeline.native import Picture, Scratch
 from fuelrail.pipeline.transforms.pixels import NO_CHANGE, PixelChange
 
+if TYPE_CHECKING:
+    from fuelrail.pipeline.dtypes import U8
+
+
 _scratch = Scratch()
 
 
-def change_pixels(
-    planes: NDArray[np.uint8], change: PixelChange, fill: tuple[int, int, int]
-) -> None:
+def change_pixels(planes: U8, change: PixelChange, fill: tuple[int, int, int]) -> None:
     """Apply a change to uint8 (3, height, width) RGB planes, whose rows are contiguous, in place.
 
     Computed in float32 without clipping in between, as mmdet3d does, then rounded and clipped once.

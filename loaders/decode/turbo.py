@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import cv2
 import numpy as np
-from numpy.typing import NDArray
 
 from fuelrail.loaders.decode.jpeg import decode_jpeg
 from fuelrail.loaders.decode.lens import largest_scale, sampling, source_rows
@@ -50,6 +49,7 @@ from fuelrail.pipeline.sample.image_header import ImageInfo, probe, unpack_png
 from fuelrail.pipeline.transforms.image_map import ImageMap, scaled_size
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.dtypes import U8
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.pipeline.transforms.lens import Lens
 
@@ -116,7 +116,7 @@ class TurboDecoder:
         self,
         encoded: Buffer,
         image_map: ImageMap,
-        out: NDArray[np.uint8],
+        out: U8,
         interpolation: Interpolation = "bilinear",
     ) -> None:
         """Decode into ``out``; see the protocol."""
@@ -128,7 +128,7 @@ class TurboDecoder:
         self,
         encoded: Sequence[Buffer],
         image_maps: Sequence[ImageMap],
-        outs: Sequence[NDArray[np.uint8]],
+        outs: Sequence[U8],
         interpolation: Interpolation = "bilinear",
     ) -> list[ImageError | None]:
         """Decode each image into its ``out``; see the protocol."""
@@ -236,7 +236,7 @@ class TurboDecoder:
         self,
         encoded: Buffer,
         image_maps: Sequence[ImageMap],
-        outs: Sequence[NDArray[np.uint8]],
+        outs: Sequence[U8],
         interpolation: Interpolation = "bilinear",
     ) -> None:
         """Decode once into several ``outs``; see the protocol."""
@@ -289,7 +289,7 @@ class TurboDecoder:
         top: int,
         image_map: ImageMap,
         grid: ResizeGrid | None,
-        out: NDArray[np.uint8],
+        out: U8,
         interpolation: str,
     ) -> None:
         """Sample a decoded picture, which starts at row ``top`` of what the grid speaks of."""
@@ -444,7 +444,7 @@ class TurboDecoder:
         image: Picture,
         top: int,
         grid: ResizeGrid,
-        out: NDArray[np.uint8],
+        out: U8,
         interpolation: str,
     ) -> None:
         """Sample an axis-aligned map by `cv2.resize`; ``image`` starts at row ``top`` of what
@@ -485,7 +485,7 @@ class TurboDecoder:
         self,
         image: Picture,
         image_map: ImageMap,
-        out: NDArray[np.uint8],
+        out: U8,
         interpolation: str,
     ) -> None:
         """Sample any map by `cv2.warpAffine`."""
@@ -513,7 +513,7 @@ class TurboDecoder:
         self._split(warped, out)
         black_out_unseen(image_map, out)
 
-    def _split(self, image: Picture, out: NDArray[np.uint8]) -> None:
+    def _split(self, image: Picture, out: U8) -> None:
         """Write the first three channels of the picture (h, w, 3 or 4) to the planes ``out`` (3,
         h, w).
         """

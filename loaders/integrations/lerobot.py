@@ -30,8 +30,10 @@ from fuelrail.pipeline.order.batching import Cursor, World
 from fuelrail.pipeline.order.spec import OrderSpec
 
 if TYPE_CHECKING:
-    from numpy.typing import ArrayLike, NDArray
+    from numpy.typing import ArrayLike
     from torch.distributed.device_mesh import DeviceMesh
+
+    from fuelrail.pipeline.dtypes import I64
 
 _LOG = logging.getLogger(__name__)
 _POSITION: Final = Path("training_state", "fuelrail_order.json")
@@ -152,11 +154,9 @@ class EpisodeSampler(Sampler):
         """The items of an epoch, as stored."""
         return self._items(np.arange(self._cum_lengths[-1]))
 
-    def _frames(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _frames(self, rows: I64) -> I64:
         """Return the frames of rows of the order."""
-        frames: NDArray[np.int64] = (
-            rows + self._shifts[np.searchsorted(self._cum_lengths, rows, side="right")]
-        )
+        frames: I64 = rows + self._shifts[np.searchsorted(self._cum_lengths, rows, side="right")]
         return frames
 
     def _items(self, rows: ArrayLike) -> list[int]:

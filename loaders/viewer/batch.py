@@ -32,6 +32,7 @@ from fuelrail.pipeline.rigid import move_points
 if TYPE_CHECKING:
     from fuelrail.loaders.config import BoxFrame, Transforms
     from fuelrail.pipeline.channels.table import Channel
+    from fuelrail.pipeline.dtypes import F64, U8
     from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.format.layers import Layer
 
@@ -43,7 +44,7 @@ _REQUIRED: Final = ("img", "ida_mat", "sample_key", "epoch", "step")
 class Picture(NamedTuple):
     """A picture: a notebook shows it. ``pixels`` are uint8 [H, W, 3], RGB."""
 
-    pixels: NDArray[np.uint8]
+    pixels: U8
 
     def save(self, file: str | os.PathLike[str]) -> None:
         """Write the picture to a PNG file; raises OSError where that is not possible."""
@@ -172,14 +173,12 @@ class _Frames:
         value = _array(self._batch[name][self._at])
         return value if self._has_windows else value[None]
 
-    def images(
-        self, cameras: Sequence[str], transforms: Transforms
-    ) -> list[list[NDArray[np.uint8]]]:
+    def images(self, cameras: Sequence[str], transforms: Transforms) -> list[list[U8]]:
         """Return the images, uint8 [3, H, W], frame by frame and camera by camera."""
         img = self._batch["img"]
         groups = transforms.camera_groups
         parts = img if isinstance(img, dict) else {None: img}
-        images_of_frames: list[dict[str, NDArray[np.uint8]]] = [{} for _ in self.entry("ida_mat")]
+        images_of_frames: list[dict[str, U8]] = [{} for _ in self.entry("ida_mat")]
         for name, part in parts.items():
             pixels = part[self._at].detach()
             if pixels.dtype != torch.uint8:
@@ -231,7 +230,7 @@ class _Frames:
             for way, matrix in zip(since, key2ego, strict=True)
         ]
 
-    def since_s(self) -> NDArray[np.float64]:
+    def since_s(self) -> F64:
         """Return the seconds of each frame since the sample's own time."""
         times = self.entry("timestamp_ns")
         return np.asarray((times - times[self.key]) / _NS_PER_S)
@@ -251,7 +250,7 @@ class _Frames:
         )
 
 
-def draw_sample(batch: Mapping[str, Any], row: int, loader: LoaderDisplay) -> NDArray[np.uint8]:
+def draw_sample(batch: Mapping[str, Any], row: int, loader: LoaderDisplay) -> U8:
     """Draw sample ``row`` of a loader's batch with its selected channels, uint8 [H, W, 3], RGB."""
     frames = frames_of(batch, row, loader)
     sample = _Frames(batch, row)

@@ -17,6 +17,7 @@ from fuelrail.pipeline.sample.schema import box_corners
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.channels.table import Channel
+    from fuelrail.pipeline.dtypes import F64, I32, U8, Mask
 
 NEAR_M: Final = 0.2
 """Edges are cut where they come nearer to the camera than this."""
@@ -68,7 +69,7 @@ class DrawnBoxes(NamedTuple):
     ``label`` [M].
     """
 
-    corners: NDArray[np.float64]
+    corners: F64
     label: NDArray[np.integer]
 
 
@@ -80,7 +81,7 @@ class DrawnFrame(NamedTuple):
     mirrored or rotated. ``title`` is written into the captions too.
     """
 
-    images: Sequence[NDArray[np.uint8]]
+    images: Sequence[U8]
     ego2img: NDArray[np.floating[Any]]
     boxes: DrawnBoxes | None = None
     ida_mat: NDArray[np.floating[Any]] | None = None
@@ -95,7 +96,7 @@ def contact_sheet(
     *,
     points: NDArray[np.floating[Any]] | None = None,
     key: int = 0,
-) -> NDArray[np.uint8]:
+) -> U8:
     """Draw a sample: camera images with boxes and values of channels; nearer boxes hide those
     behind them.
 
@@ -162,7 +163,7 @@ def placed(cameras: Sequence[str]) -> list[str]:
     return list(cameras)
 
 
-def stack(sheets: Sequence[tuple[str, NDArray[np.uint8]]]) -> NDArray[np.uint8]:
+def stack(sheets: Sequence[tuple[str, U8]]) -> U8:
     """Place sheets below each other, each with its title above."""
     width = max(sheet.shape[1] for _, sheet in sheets)
     parts = []
@@ -175,7 +176,7 @@ def stack(sheets: Sequence[tuple[str, NDArray[np.uint8]]]) -> NDArray[np.uint8]:
     return np.concatenate(parts)
 
 
-def png(sheet: NDArray[np.uint8]) -> bytes:
+def png(sheet: U8) -> bytes:
     """Return a picture, uint8 [H, W, 3], RGB, as the bytes of a PNG file."""
     return cv2.imencode(".png", sheet[..., ::-1])[1].tobytes()
 
@@ -184,7 +185,7 @@ def _draw_tiles(
     frame: DrawnFrame,
     cameras: Sequence[str],
     values: Sequence[tuple[Channel, Any]],
-) -> dict[str, NDArray[np.uint8]]:
+) -> dict[str, U8]:
     tiles = {}
     for number, channel in enumerate(cameras):
         tile = np.ascontiguousarray(frame.images[number].transpose(1, 2, 0))
@@ -214,7 +215,7 @@ def _draw_tiles(
     return tiles
 
 
-def corners_by_yaw(boxes3d: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
+def corners_by_yaw(boxes3d: NDArray[np.floating[Any]]) -> F64:
     """Return the corners [M, 8, 3] of boxes [M, 7], turned by their yaw alone, as those of a batch
     are.
     """
@@ -224,9 +225,7 @@ def corners_by_yaw(boxes3d: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
     return box_corners(boxes3d, rotation_wxyz).astype(np.float64)
 
 
-def project_boxes(
-    corners: NDArray[np.float64], ego2img: NDArray[np.float64], size_px: int
-) -> Iterator[tuple[int, NDArray[np.float64]]]:
+def project_boxes(corners: F64, ego2img: F64, size_px: int) -> Iterator[tuple[int, F64]]:
     """Yield each box that is seen, the farthest first: its number, and its edges with a cross
     in its front, [K, 2, 2].
 
@@ -248,10 +247,10 @@ def project_boxes(
 
 
 def project_segment(
-    start: NDArray[np.float64],
-    end: NDArray[np.float64],
-    ego2img: NDArray[np.float64],
-) -> tuple[NDArray[np.float64], NDArray[np.float64]] | None:
+    start: F64,
+    end: F64,
+    ego2img: F64,
+) -> tuple[F64, F64] | None:
     """Project the part of a segment (two points in ego, metres) that lies at least NEAR_M in front
     of a camera.
 
@@ -266,9 +265,7 @@ def project_segment(
     return a[:2] / a[2], b[:2] / b[2]
 
 
-def project_corners(
-    corners: NDArray[np.float64], ego2img: NDArray[np.float64], size_px: int
-) -> NDArray[np.float64] | None:
+def project_corners(corners: F64, ego2img: F64, size_px: int) -> F64 | None:
     """Project the corners of a box, [8, 2] pixels, whose convex hull hides what lies behind it.
 
     None where it hides nothing: a corner is behind the camera, or more than 20 ``size_px`` away.
@@ -282,9 +279,7 @@ def project_corners(
     return None
 
 
-def seen_boxes(
-    corners: NDArray[np.float64], ego2img: NDArray[np.float64], size: NDArray[np.integer[Any]]
-) -> list[dict[str, Any]]:
+def seen_boxes(corners: F64, ego2img: F64, size: NDArray[np.integer[Any]]) -> list[dict[str, Any]]:
     """Return each box that a camera with images of this (width, height) sees, the farthest first,
     for others to draw: its number ``box``, its ``lines`` [K, 4] in pixels (u, v, u, v), and the
     ``hull`` [M, 2] of it that hides what lies behind, or None. None are seen where ``ego2img`` is
@@ -337,7 +332,7 @@ def turn_text(ida_mat: NDArray[np.floating[Any]]) -> str:
 
 def _draw_from_above(
     size_px: int, boxes: DrawnBoxes | None, points: NDArray[np.floating[Any]]
-) -> NDArray[np.uint8]:
+) -> U8:
     """Draw points and boxes within ``ABOVE_M`` of ego from above: ahead is up, each box with its
     heading.
     """
@@ -345,7 +340,7 @@ def _draw_from_above(
     scale = size_px / (2 * ABOVE_M)
     middle = size_px / 2
 
-    def pixels(xy: NDArray[np.floating[Any]]) -> NDArray[np.int32]:
+    def pixels(xy: NDArray[np.floating[Any]]) -> I32:
         return (
             np.stack([middle - xy[..., 1] * scale, middle - xy[..., 0] * scale], -1)
             .round()
@@ -396,7 +391,7 @@ def _draw_from_above(
     return pane
 
 
-def _draw_value(tile: NDArray[np.uint8], channel: Channel, value: Any) -> None:
+def _draw_value(tile: U8, channel: Channel, value: Any) -> None:
     """Draw a value of law ``image`` or ``image_points`` on the image that it lies on."""
     if channel.law.name == "image":
         mask, colours = colour_raster(np.asarray(value), channel.law.fill or 0.0)
@@ -427,7 +422,7 @@ def _draw_value(tile: NDArray[np.uint8], channel: Channel, value: Any) -> None:
             )
 
 
-def colour_raster(raster: NDArray[Any], fill: float) -> tuple[NDArray[np.bool_], NDArray[np.uint8]]:
+def colour_raster(raster: NDArray[Any], fill: float) -> tuple[Mask, U8]:
     """Return where a raster has values, [H, W], and these as colours, uint8 [H, W, 3]: labels by
     palette, numbers from blue to red.
     """
@@ -466,7 +461,7 @@ def grid_from_above(channel: Channel, value: NDArray[Any]) -> NDArray[Any]:
     return raster
 
 
-def groups_of(value: Any, channel: Channel, role: str) -> Iterator[NDArray[np.float64]]:
+def groups_of(value: Any, channel: Channel, role: str) -> Iterator[F64]:
     """Yield the groups of columns (M, K) that play a role."""
     for group in channel.law.roles.get(role, ()):
         if isinstance(value, dict):
@@ -506,7 +501,7 @@ def value_in_words(channel: Channel, value: Any) -> str:
     return "\n".join(lines)
 
 
-def _strip(width: int, text: str) -> NDArray[np.uint8]:
+def _strip(width: int, text: str) -> U8:
     strip = np.full((22, width, 3), _DARK, np.uint8)
     ascii_only = text[:_MOST_TEXT].encode("ascii", "replace").decode()
     _write(strip, ascii_only, (10, 15), (230, 230, 230))
@@ -514,7 +509,7 @@ def _strip(width: int, text: str) -> NDArray[np.uint8]:
 
 
 def _write(
-    picture: NDArray[np.uint8],
+    picture: U8,
     text: str,
     place: tuple[int, int],
     colour: tuple[int, int, int],
@@ -547,13 +542,13 @@ def colour_of(label: int) -> tuple[int, int, int]:
     return _PALETTE[label % len(_PALETTE)]
 
 
-def _write_caption(tile: NDArray[np.uint8], text: str) -> None:
+def _write_caption(tile: U8, text: str) -> None:
     width, height = _text_size(text)
     tile[: height + 9, : width + 10] //= 3
     _write(tile, text, (5, height + 4), (255, 255, 255))
 
 
-def _join_grid(tiles: Sequence[NDArray[np.uint8]], columns: int) -> NDArray[np.uint8]:
+def _join_grid(tiles: Sequence[U8], columns: int) -> U8:
     height, width = (max(tile.shape[axis] for tile in tiles) for axis in (0, 1))
     columns = min(columns, len(tiles))
     rows = math.ceil(len(tiles) / columns)

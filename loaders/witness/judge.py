@@ -5,17 +5,20 @@ from __future__ import annotations
 import copy
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Any, Final, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from fuelrail.loaders.witness.record import Epoch, add_sums, add_tables, merge_epochs
 from fuelrail.loaders.witness.rows import id_rows, row_names
 from fuelrail.loaders.witness.sketch import ALL, LARGE, SAMPLE_ROWS, Surplus, Table
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.text import Printed, text_of
+
+if TYPE_CHECKING:
+    from fuelrail.pipeline.dtypes import Mask
+
 
 Tail: TypeAlias = Literal["exact", "pad", "drop", "repeat"]
 Content: TypeAlias = Literal["equal", "random"]
@@ -407,7 +410,7 @@ def _compare_contents(
         yield Fault("shared_noise", text, len(shared), names[:MAX_NAMED])
 
 
-def _named(names: Sequence[int | str], mask: NDArray[np.bool_]) -> list[int | str]:
+def _named(names: Sequence[int | str], mask: Mask) -> list[int | str]:
     return [names[place] for place in np.flatnonzero(mask).tolist()]
 
 

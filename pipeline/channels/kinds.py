@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -48,6 +48,10 @@ from fuelrail.pipeline.sample.arrays import (
 )
 from fuelrail.pipeline.sample.image_header import probe, unpack_png
 from fuelrail.pipeline.settings import explain
+
+if TYPE_CHECKING:
+    from fuelrail.pipeline.dtypes import I64
+
 
 Value = Any
 """What a kind decodes to: the table above."""
@@ -85,7 +89,7 @@ class Packed(NamedTuple):
     """
 
     values: NDArray[np.generic]
-    offsets: NDArray[np.int64]
+    offsets: I64
 
 
 class Kind(ABC):

@@ -50,6 +50,7 @@ from fuelrail.pipeline.transforms.lens import rectified_places
 if TYPE_CHECKING:
     from fuelrail.pipeline.channels.kinds import Value
     from fuelrail.pipeline.channels.table import Channel
+    from fuelrail.pipeline.dtypes import F64
     from fuelrail.pipeline.transforms.image_map import ImageMap
 
     Array = NDArray[Any]
@@ -85,7 +86,7 @@ class Motion:
 
     images: Mapping[str, ImageMap] = field(default_factory=dict)
     ego: BevMap = IDENTITY
-    sensor2ego: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
+    sensor2ego: Mapping[str, F64] = field(default_factory=dict)
 
 
 class LawCode:
@@ -229,9 +230,7 @@ def _move_roles(
     return moved
 
 
-def _affine(
-    linear: NDArray[np.float64], shift: NDArray[np.float64] | None = None
-) -> Callable[[Array], Array]:
+def _affine(linear: F64, shift: F64 | None = None) -> Callable[[Array], Array]:
     """Return the function that moves points (..., 2 or 3); of two columns the third is 0 and
     left out.
     """

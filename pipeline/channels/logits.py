@@ -24,6 +24,7 @@ from fuelrail.pipeline.limits import LOGITS
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.channels.table import Channel
+    from fuelrail.pipeline.dtypes import F32, F64, I32, I64, U8
     from fuelrail.pipeline.sample.arrays import Buffer
 
 TOPK: Final = "logits_topk"
@@ -342,7 +343,7 @@ def _check_indices(indices: NDArray[Any], code: _Code) -> None:
         )
 
 
-def _encode_elias_fano(indices: NDArray[np.int64], code: _Code) -> NDArray[np.uint8]:
+def _encode_elias_fano(indices: I64, code: _Code) -> U8:
     """Return the bytes (rows, n) of ascending tokens (rows, k), the low bits before the high."""
     bits = (indices[..., None] >> np.arange(code.low)) & 1
     unary = np.zeros((len(indices), code.num_unary), np.uint8)
@@ -354,7 +355,7 @@ def _encode_elias_fano(indices: NDArray[np.int64], code: _Code) -> NDArray[np.ui
     )
 
 
-def _decode_elias_fano(rows: NDArray[np.uint8], code: _Code) -> NDArray[np.int32]:
+def _decode_elias_fano(rows: U8, code: _Code) -> I32:
     """Return ascending tokens (rows, k): the low ``code.low`` bits of each are packed first, the
     high bits are a unary bitmap behind them.
 
@@ -383,13 +384,11 @@ def _decode_elias_fano(rows: NDArray[np.uint8], code: _Code) -> NDArray[np.int32
     low: NDArray[np.uint32] = (words >> (first & 7).astype(np.uint32)) & np.uint32(
         (1 << code.low) - 1
     )
-    tokens: NDArray[np.int32] = (high << code.low) | low.view(np.int32)
+    tokens: I32 = (high << code.low) | low.view(np.int32)
     return tokens
 
 
-def _encode_weights(
-    weights: NDArray[np.float64], tail: NDArray[Any] | None, code: _Code
-) -> list[NDArray[np.uint8]]:
+def _encode_weights(weights: F64, tail: NDArray[Any] | None, code: _Code) -> list[U8]:
     """Return the columns of bytes of probabilities and tail: logarithms as float16, or as steps
     below the largest.
     """
@@ -419,9 +418,7 @@ def _encode_weights(
     return [codes, step.view(np.uint8), odds]
 
 
-def _decode_weights(
-    rows: NDArray[np.uint8], code: _Code
-) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+def _decode_weights(rows: U8, code: _Code) -> tuple[F32, F32]:
     _, begin, end = code.ends
     values = rows[:, begin:end]
     after = np.ascontiguousarray(rows[:, end:]).view("<f2").astype(np.float32)
@@ -443,6 +440,6 @@ def _decode_weights(
         )
     if code.dtype == "uint8":
         logs = values * -steps
-    weights: NDArray[np.float32] = np.exp(logs)
+    weights: F32 = np.exp(logs)
     weights *= (np.exp(-np.logaddexp(0, odds)) / weights.sum(axis=1))[:, None]
     return weights, np.exp(-np.logaddexp(0, -odds))

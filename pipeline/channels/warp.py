@@ -19,6 +19,7 @@ from fuelrail.pipeline.errors import SchemaError
 from fuelrail.pipeline.transforms.lens import source_places
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.dtypes import F64, Mask
     from fuelrail.pipeline.transforms.ego import BevMap
     from fuelrail.pipeline.transforms.image_map import ImageMap
 
@@ -34,9 +35,9 @@ class _Axis(NamedTuple):
     nearest: NDArray[np.intp]
     lower: NDArray[np.intp]
     upper: NDArray[np.intp]
-    weight: NDArray[np.float64]
+    weight: F64
     """Weight of the upper element, 0 to 1."""
-    inside: NDArray[np.bool_]
+    inside: Mask
 
 
 def warp_image(
@@ -132,11 +133,11 @@ def warp_grid(
     return np.ascontiguousarray(np.moveaxis(flat, range(len(places)), places))
 
 
-def _within(places: NDArray[np.floating[Any]], low: float, high: float) -> NDArray[np.bool_]:
+def _within(places: NDArray[np.floating[Any]], low: float, high: float) -> Mask:
     return np.asarray((places >= low - _FUZZ) & (places <= high + _FUZZ) & (low < high))
 
 
-def _axis(places: NDArray[np.float64], size: int, inside: NDArray[np.bool_]) -> _Axis:
+def _axis(places: F64, size: int, inside: Mask) -> _Axis:
     """Return the elements for places that are counted in elements from the outer border of the
     first one.
     """

@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import zstandard
-from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import (
     CodecError,
@@ -38,6 +37,7 @@ from fuelrail.pipeline.limits import MEMBER, SAMPLE
 from fuelrail.pipeline.sample.schema import BOXES, GEOMETRY, META
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.dtypes import U8
     from fuelrail.pipeline.sample.arrays import Buffer
 
 MAX_MEMBER_BYTES: Final = MEMBER.maximum
@@ -316,7 +316,7 @@ def _row_bytes(codec: str) -> int:
     return int(match.group(1))
 
 
-def _transpose(source: NDArray[np.uint8], out: NDArray[np.uint8]) -> None:
+def _transpose(source: U8, out: U8) -> None:
     """Write the transpose of ``source`` into ``out``, both contiguous."""
     if source.size == 0:
         return

@@ -54,6 +54,7 @@ from fuelrail.pipeline.settings import Settings, must_be
 from fuelrail.pipeline.storage.files import map_npy
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.dtypes import I64
     from fuelrail.pipeline.format.index.row import IndexRow
     from fuelrail.pipeline.storage.retry import RetryPolicy
 
@@ -201,7 +202,7 @@ class Layer:
 
     name: str
     data: Dataset
-    rows: NDArray[np.int64] | None
+    rows: I64 | None
     missing: Missing = "error"
 
     @property
@@ -233,7 +234,7 @@ class Layer:
             )
         return number, row
 
-    def rows_at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    def rows_at(self, positions: I64) -> I64:
         """Return the rows for positions of the base, int64, `NO_ROW` where there is none; `NO_ROW`
         stays `NO_ROW`.
 
@@ -243,9 +244,7 @@ class Layer:
             return positions
         if not len(self.rows):
             return np.full_like(positions, NO_ROW)
-        rows: NDArray[np.int64] = np.where(
-            positions < 0, NO_ROW, self.rows[np.maximum(positions, 0)]
-        )
+        rows: I64 = np.where(positions < 0, NO_ROW, self.rows[np.maximum(positions, 0)])
         if rows.size:
             self._checked(int(rows.min()))
             self._checked(int(rows.max()))
@@ -332,7 +331,7 @@ def open_layer_data(
     return data
 
 
-def read_rows(data: Dataset) -> NDArray[np.int64] | None:
+def read_rows(data: Dataset) -> I64 | None:
     """Map ``rows.npy``; None where the layer has none, because row i belongs to position i.
 
     Raises IndexFileError for a file that is not as the manifest says.
@@ -489,7 +488,7 @@ def read_attributes(
     return attributes
 
 
-def present_samples(layer: Layer, dataset: Dataset, split: str) -> NDArray[np.int64]:
+def present_samples(layer: Layer, dataset: Dataset, split: str) -> I64:
     """Return the samples of a split, numbered from its first, that a layer has a row for:
     ascending int64.
     """

@@ -30,6 +30,7 @@ from fuelrail.pipeline.native.build import (
 from fuelrail.pipeline.transforms.image_map import ImageMap, scaled_size
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.dtypes import I64, U8
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.pipeline.sample.image_header import ImageInfo
 
@@ -113,7 +114,7 @@ class ScaledImage(NamedTuple):
     info: ImageInfo
     factor: int
     image_map: ImageMap
-    out: NDArray[np.uint8]
+    out: U8
 
 
 class CameraJpeg:
@@ -154,7 +155,7 @@ class CameraJpeg:
         )
         self._local = threading.local()
 
-    def cut_rows(self, table: NDArray[np.int64]) -> None:
+    def cut_rows(self, table: I64) -> None:
         """Cut rows out of JPEGs with restart markers: one file a row of the table, as
         ``RestartRows`` lists them.
 
@@ -245,7 +246,7 @@ class CameraJpeg:
         """Return context and scratch memory of the calling thread, which its next call takes
         too.
         """
-        context: NDArray[np.uint8] | None = getattr(self._local, "context", None)
+        context: U8 | None = getattr(self._local, "context", None)
         if context is None:
             context = self._local.context = np.zeros(self._context_bytes, np.uint8)
         room = scratch.take("native", 1, room_bytes, 1)
@@ -257,7 +258,7 @@ def _jobs(number: int) -> type[ctypes.Array[_Job]]:
     return _Job * number
 
 
-def _job(image: ScaledImage, data: NDArray[np.uint8]) -> _Job:
+def _job(image: ScaledImage, data: U8) -> _Job:
     """Return job of an image with the file ``data``; an empty one, which is declined, for what
     the code does not do.
     """

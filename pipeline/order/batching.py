@@ -29,7 +29,7 @@ import numpy as np
 from fuelrail.pipeline.errors import WorldError
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
+    from fuelrail.pipeline.dtypes import I64, Mask
 
 MAX_EMPTY_EPOCHS: Final = 100
 """Epochs in a row that may have no step, before a run counts as one that never goes on."""
@@ -174,7 +174,7 @@ class Batching:
             f"{batches.epoch_length}; {remedy}"
         )
 
-    def positions(self, step: int) -> NDArray[np.int64]:
+    def positions(self, step: int) -> I64:
         """Return this rank's positions in one step: int64 (rank_batch,), each in [0, epoch_length).
 
         Beyond the epoch's end, in the last step only, they start again at position 0. Raises
@@ -182,13 +182,13 @@ class Batching:
         """
         return self._running(step) % self.epoch_length
 
-    def valid(self, step: int) -> NDArray[np.bool_]:
+    def valid(self, step: int) -> Mask:
         """Return which of ``positions(step)`` are samples of the epoch, not padding: bool
         (rank_batch,).
         """
         return self._running(step) < self.epoch_length
 
-    def running(self, step: int) -> NDArray[np.int64]:
+    def running(self, step: int) -> I64:
         """Return the positions of a step over all ranks, continued beyond the epoch's end: int64
         (global_batch,).
 
@@ -196,11 +196,11 @@ class Batching:
         """
         return self._range(step, 0, self.global_batch)
 
-    def _running(self, step: int) -> NDArray[np.int64]:
+    def _running(self, step: int) -> I64:
         """Return this rank's positions in one step, continued beyond the epoch's end."""
         return self._range(step, self.rows.start, self.rank_batch)
 
-    def _range(self, step: int, first: int, size: int) -> NDArray[np.int64]:
+    def _range(self, step: int, first: int, size: int) -> I64:
         if not 0 <= step < self.num_steps:
             raise WorldError(f"step {step} is outside the {self.num_steps} steps left in the epoch")
         first += self.start + step * self.global_batch
@@ -385,9 +385,7 @@ class Walk:
         num_all = min(num_steps * self.share.stride, self.rest.num_steps)
         return Cursor(self.start.epoch, self.rest.consumed(num_all))
 
-    def positions(
-        self, first: int, num_steps: int, ranks: range
-    ) -> Iterator[tuple[int, NDArray[np.int64]]]:
+    def positions(self, first: int, num_steps: int, ranks: range) -> Iterator[tuple[int, I64]]:
         """Yield, epoch by epoch, the positions of ``ranks`` in the steps made here from the
         ``first`` on.
 

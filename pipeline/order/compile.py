@@ -52,6 +52,7 @@ from fuelrail.pipeline.order.without import ThinnedOrder
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from fuelrail.pipeline.dtypes import I64
     from fuelrail.pipeline.format.attributes import ClipTable
     from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.format.layers import Layer
@@ -187,7 +188,7 @@ def spread_costs(
     spec: OrderSpec,
     inputs: OrderInputs,
     rows: Rows | None,
-    selected_costs: dict[str, NDArray[np.int64]],
+    selected_costs: dict[str, I64],
 ) -> OrderCosts:
     """Return the costs of all samples of a split, given those of the selected ``rows`` (None: all)
     by what they are for. A sample that is not selected costs -1.

@@ -32,6 +32,7 @@ from fuelrail.pipeline.order.regroup import groups_of
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
+    from fuelrail.pipeline.dtypes import I64
     from fuelrail.pipeline.format.attributes import ClipTable
 
 
@@ -95,7 +96,7 @@ class LaneOrder:
         """Positions in each epoch: steps times lanes."""
         return self.num_steps * self.num_lanes
 
-    def selected(self) -> NDArray[np.int64]:
+    def selected(self) -> I64:
         """Return the selected samples, ascending: int64 (num_selected,)."""
         return np.sort(self._clips.samples[self._chosen].astype(np.int64))
 
@@ -148,9 +149,9 @@ class LaneEpoch(Epoch):
         self,
         clips: ClipTable,
         num_lanes: int,
-        lanes: NDArray[np.int64],
+        lanes: I64,
         first_ranks: NDArray[np.integer],
-        lengths: NDArray[np.int64],
+        lengths: I64,
     ) -> None:
         """Take the pieces in order: lane 0's first to last, then lane 1's (``lanes`` ascends)."""
         self._clips = clips
@@ -168,7 +169,7 @@ class LaneEpoch(Epoch):
         # All lanes laid end to end, each given num_steps places: piece i begins at starts[i].
         self._starts = ends - lengths - before[lanes] + lanes * num_steps
         self._lane_ends = np.append(before[1:], ends[-1:]) - before
-        self._by_rank: tuple[NDArray[np.int64], NDArray[np.integer]] | None = None
+        self._by_rank: tuple[I64, NDArray[np.integer]] | None = None
         """The pieces sorted by their first frames' ranks, and these ranks; from the first
         :meth:`find` on.
         """
@@ -233,7 +234,7 @@ class LaneEpoch(Epoch):
             steps * self.num_lanes + lanes,
         )
 
-    def without(self, samples: NDArray[np.int64]) -> LaneEpoch:
+    def without(self, samples: I64) -> LaneEpoch:
         """Return the epoch without some samples: in each lane the frames behind one follow at
         once, as a new piece.
         """
@@ -260,9 +261,7 @@ class LaneEpoch(Epoch):
         )
 
 
-def _runs(
-    first: NDArray[np.int64], end: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _runs(first: I64, end: I64) -> tuple[I64, I64]:
     """Return the integers of ranges ``first ..
 
     end - 1`` (n,), one after the other: which range, and the integer.

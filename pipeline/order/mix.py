@@ -39,7 +39,9 @@ from fuelrail.pipeline.order.permutation import (
 from fuelrail.pipeline.settings import Settings, check_types
 
 if TYPE_CHECKING:
-    from numpy.typing import ArrayLike, NDArray
+    from numpy.typing import ArrayLike
+
+    from fuelrail.pipeline.dtypes import I64
 
 MAX_BLOCK: Final = 1024
 """Largest sum of the ratios: finding a place in a block costs time in proportion to it."""
@@ -147,7 +149,7 @@ class MixSchedule:
         """Samples of each dataset in a block once all stages but the last are over."""
         return tuple(self._ratios[-1].tolist())
 
-    def blocks(self, blocks: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def blocks(self, blocks: I64) -> tuple[I64, I64]:
         """Return the samples of each dataset before some blocks (n,) of a run, and in them:
         int64 (n, datasets).
         """
@@ -160,11 +162,11 @@ class MixSchedule:
             after[mask] = self._within(stage, inside + 1)
         return before, after - before
 
-    def _within(self, stage: int, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _within(self, stage: int, blocks: I64) -> I64:
         """Return the samples of each dataset in a run up to some blocks, counted from the
         beginning of a stage.
         """
-        counts: NDArray[np.int64] = self._before[stage] + blocks[:, None] * self._ratios[stage]
+        counts: I64 = self._before[stage] + blocks[:, None] * self._ratios[stage]
         changes = self._changes[stage]
         num = len(changes) - 1
         if num:
@@ -174,7 +176,7 @@ class MixSchedule:
         return counts
 
 
-def _changes(old: NDArray[np.int64], new: NDArray[np.int64]) -> NDArray[np.int64]:
+def _changes(old: I64, new: I64) -> I64:
     """Return what the first k changes from one block to another add to each dataset: (changes +
     1, datasets).
     """
@@ -245,7 +247,7 @@ class MixedOrder:
             return len(self.selected())
         return sum(order.num_selected for order in self.orders)
 
-    def selected(self) -> NDArray[np.int64]:
+    def selected(self) -> I64:
         """Return the selected samples of parts of one split, ascending, each once: int64
         (num_selected,).
         """
@@ -315,12 +317,12 @@ class MixedEpoch(Epoch):
         valid = np.ones(places.shape, dtype=bool)
         return Entries(parts.reshape(places.shape), samples.reshape(places.shape), valid)
 
-    def _before(self, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _before(self, blocks: I64) -> I64:
         """Return how many samples of each dataset come in a run before some blocks (n,): int64
         (n, datasets).
         """
         mix = self._mix
-        before: NDArray[np.int64]
+        before: I64
         before = (
             blocks[:, None] * np.array(mix.ratios)
             if mix.schedule is None
@@ -328,7 +330,7 @@ class MixedEpoch(Epoch):
         )
         return before
 
-    def _arranged(self, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _arranged(self, blocks: I64) -> I64:
         """Return the dataset at each place of some blocks (n,) of a run: int64 (n, places)."""
         mix = self._mix
         entries = blocks[:, None] * mix.block + np.arange(mix.block)
@@ -336,7 +338,7 @@ class MixedEpoch(Epoch):
             np.argsort(self._words(entries), axis=1) if mix.block > 1 else np.zeros_like(entries)
         )
         if mix.schedule is None:
-            arranged: NDArray[np.int64] = np.repeat(np.arange(len(mix.ratios)), mix.ratios)[by_word]
+            arranged: I64 = np.repeat(np.arange(len(mix.ratios)), mix.ratios)[by_word]
         else:
             ends = np.cumsum(mix.schedule.blocks(blocks)[1], axis=1)
             arranged = (by_word[:, :, None] >= ends[:, None, :]).sum(axis=2)
@@ -365,7 +367,7 @@ class MixedEpoch(Epoch):
                     positions.append(self._places(number, turns[chunk]))
         return Occurrences.sorted(np.concatenate(indices), np.concatenate(positions))
 
-    def _places(self, part: int, turns: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _places(self, part: int, turns: I64) -> I64:
         """Return the positions of some turns (n,) of a dataset, which are of this epoch."""
         mix = self._mix
         low = np.full_like(turns, self._first_block)
@@ -380,15 +382,13 @@ class MixedEpoch(Epoch):
         earlier = turns - self._before(low)[:, part]
         # Its places in each block, in order.
         part_places = np.argsort(self._arranged(blocks) != part, axis=1, kind="stable")
-        places: NDArray[np.int64] = (low - self._first_block) * mix.block + part_places[
-            of_block, earlier
-        ]
+        places: I64 = (low - self._first_block) * mix.block + part_places[of_block, earlier]
         return places
 
 
 def _distinct(
-    values: NDArray[np.int64],
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    values: I64,
+) -> tuple[I64, I64]:
     """Return the distinct values, ascending, and which of them each value (n,) is; sorts only if
     needed.
     """

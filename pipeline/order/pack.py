@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike, NDArray
 
+    from fuelrail.pipeline.dtypes import I64
     from fuelrail.pipeline.order.epoch import EndlessOrder, Entries
 
 WindowLength = Annotated[int, Meta(ge=1, le=2**20)]
@@ -68,9 +69,7 @@ class Pack(Settings, frozen=True):
             )
 
 
-def pack_window(
-    costs: NDArray[np.int64], budget: int, max_samples: int | None = None
-) -> tuple[NDArray[np.int64], int]:
+def pack_window(costs: I64, budget: int, max_samples: int | None = None) -> tuple[I64, int]:
     """Return the pack of each sample (int64, same shape as ``costs`` (n,), which are at least 1
     and at most the budget), and how many there are.
 
@@ -130,15 +129,15 @@ class PackedOrder(WindowedOrder):
         super().__init__(base, costs, pack.window, seed)
         self.pack = pack
 
-    def positions_of(self, totals: NDArray[np.int64]) -> int:
+    def positions_of(self, totals: I64) -> int:
         """Return the number of packs, which is all that is kept of a window."""
         return int(totals[0])
 
-    def count(self, _: NDArray[np.int64], num_groups: int) -> NDArray[np.int64]:
+    def count(self, _: I64, num_groups: int) -> I64:
         """Return the number of packs of a window."""
         return np.array([num_groups])
 
-    def groups(self, entries: Entries) -> tuple[NDArray[np.int64], int]:
+    def groups(self, entries: Entries) -> tuple[I64, int]:
         """Return the pack of each sample of a window, and how many there are; see `pack_window`."""
         return pack_window(
             costs_of(self.costs, entries),

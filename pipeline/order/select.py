@@ -17,16 +17,19 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Collection
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset as pads
-from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.format.attributes import no_attribute
+
+if TYPE_CHECKING:
+    from fuelrail.pipeline.dtypes import I64
+
 
 MAX_LENGTH: Final = 10_000
 """Longest expression [characters]."""
@@ -91,7 +94,7 @@ class Filter:
         """Columns that the expression names, in the order of their appearance."""
         return tuple(self._column_names)
 
-    def select(self, table: pa.Table, num_rows: int) -> NDArray[np.int64]:
+    def select(self, table: pa.Table, num_rows: int) -> I64:
         """Return rows of ``table`` (which has all of ``columns``) for which the expression holds:
         ascending int64.
 
@@ -114,7 +117,7 @@ class Filter:
             raise OrderError(
                 f"{self._subject} does not fit the attributes ({types}): {error}"
             ) from error
-        rows: NDArray[np.int64] = np.sort(matches[row].to_numpy())
+        rows: I64 = np.sort(matches[row].to_numpy())
         return rows
 
     def _refuse(self, node: ast.AST, reason: str) -> OrderError:

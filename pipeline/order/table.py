@@ -23,8 +23,9 @@ from fuelrail.pipeline.order.without import check_unseen, windows_without
 
 if TYPE_CHECKING:
     import pyarrow as pa
-    from numpy.typing import ArrayLike, NDArray
+    from numpy.typing import ArrayLike
 
+    from fuelrail.pipeline.dtypes import I64, Mask
     from fuelrail.pipeline.format.attributes import ClipTable
     from fuelrail.pipeline.order.batching import Batching, Cursor, Walk
     from fuelrail.pipeline.order.epoch import EndlessOrder, Epoch
@@ -143,8 +144,8 @@ class OrderedRows:
     def _rows(
         self,
         in_order: Epoch,
-        positions: NDArray[np.int64],
-        is_first: NDArray[np.bool_],
+        positions: I64,
+        is_first: Mask,
     ) -> list[list[Any]]:
         """Return the batches of the rank at ``positions`` (batches, rank_batch); one batch only
         where they are packs.

@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.dtypes import F64, I64
     from fuelrail.pipeline.transforms.lens import Lens
 
 Coefficients: TypeAlias = tuple[float, float, float, float, float, float]
@@ -191,7 +191,7 @@ class ImageMap:
         )
 
     @property
-    def matrix(self) -> NDArray[np.float64]:
+    def matrix(self) -> F64:
         """The edge-origin map as float64 (2, 3)."""
         return np.array(self.coefficients).reshape(2, 3)
 
@@ -224,11 +224,11 @@ class ImageMap:
         a, b, tx, c, d, ty = self.coefficients
         return a, b, (a + b) / 2 + tx - 0.5, c, d, (c + d) / 2 + ty - 0.5
 
-    def centre_matrix(self) -> NDArray[np.float64]:
+    def centre_matrix(self) -> F64:
         """Return M, float64 (3, 3): centre-origin source pixel (u, v, 1) to output pixel."""
         return np.array((*self.centre_coefficients(), 0.0, 0.0, 1.0)).reshape(3, 3)
 
-    def ida_mat(self) -> NDArray[np.float64]:
+    def ida_mat(self) -> F64:
         """Return M as float64 (4, 4) for projections: (u d, v d, d, 1), d the depth, source to
         output image.
         """
@@ -265,7 +265,7 @@ class ImageMap:
 
     def visible_columns(
         self,
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
+    ) -> tuple[I64, I64] | None:
         """Return (first, last + 1) output columns whose centre sees the source, int64 (height,)
         each, for any map.
 
@@ -321,7 +321,7 @@ class ImageMap:
         )
 
 
-def ida_mats(maps: Sequence[ImageMap]) -> NDArray[np.float64]:
+def ida_mats(maps: Sequence[ImageMap]) -> F64:
     """Return the `ImageMap.ida_mat` of each map, float64 (N, 4, 4)."""
     mats = np.tile(np.eye(4), (len(maps), 1, 1))
     coefficients = np.array([image_map.centre_coefficients() for image_map in maps], np.float64)
@@ -329,9 +329,7 @@ def ida_mats(maps: Sequence[ImageMap]) -> NDArray[np.float64]:
     return mats
 
 
-def apply_to_intrinsics(
-    ida_mat: NDArray[np.float64], intrinsics: NDArray[np.float64]
-) -> NDArray[np.float64]:
+def apply_to_intrinsics(ida_mat: F64, intrinsics: F64) -> F64:
     """Return M @ K, float64 (..., 3, 3), from ida_mat (..., 4, 4) and the stored image's K (..., 3,
     3).
 

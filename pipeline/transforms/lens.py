@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import ConfigError, needs
+
+if TYPE_CHECKING:
+    from fuelrail.pipeline.dtypes import F32, F64
+
 
 Kind: TypeAlias = Literal["pinhole", "fisheye", "ftheta", "mei"]
 
@@ -54,9 +57,7 @@ class Lens:
     rectified: Matrix3
 
 
-def read_lens(
-    model: str, dist: NDArray[np.float64], intrinsics: NDArray[np.float64]
-) -> Lens | None:
+def read_lens(model: str, dist: F64, intrinsics: F64) -> Lens | None:
     """Return the lens of a camera, with the K of a pinhole of the same scale at the centre; None
     where nothing is bent.
 
@@ -90,13 +91,11 @@ def read_lens(
     return Lens(kind, tuple(coefficients), _as_rows(intrinsics), _as_rows(rectified))
 
 
-def _as_rows(matrix: NDArray[np.float64]) -> Matrix3:
+def _as_rows(matrix: F64) -> Matrix3:
     return tuple(tuple(row) for row in matrix.tolist())
 
 
-def source_places(
-    matrix: NDArray[np.float64], lens: Lens, wh: tuple[int, int]
-) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+def source_places(matrix: F64, lens: Lens, wh: tuple[int, int]) -> tuple[F32, F32]:
     """Return the stored coordinates of each pixel of an output that shows the rectified image under
     ``matrix`` (3, 3).
 
@@ -125,7 +124,7 @@ def source_places(
     return x, y  # type: ignore[return-value]
 
 
-def rectified_places(places: NDArray[np.float64], lens: Lens) -> NDArray[np.float64]:
+def rectified_places(places: F64, lens: Lens) -> F64:
     """Map pixels (P, 2) of the stored image to the rectified one, float64 (P, 2), centre-origin.
 
     By an iterative inverse of the lens, of OpenCV or (f-theta, Mei) of this module.
@@ -147,7 +146,7 @@ def rectified_places(places: NDArray[np.float64], lens: Lens) -> NDArray[np.floa
     return np.asarray(undistorted, np.float64).reshape(-1, 2)
 
 
-def bent(flat: NDArray[np.float64], lens: Lens) -> NDArray[np.float64]:
+def bent(flat: F64, lens: Lens) -> F64:
     """Map rays x/z, y/z (..., 2) to coordinates (..., 2) under K of the stored image, for the
     kinds of ``OWN``.
     """
@@ -168,7 +167,7 @@ def bent(flat: NDArray[np.float64], lens: Lens) -> NDArray[np.float64]:
     return _radtan(flat / (1.0 + xi * np.sqrt(1.0 + radius**2)), lens.coefficients[1:])
 
 
-def straight(places: NDArray[np.float64], lens: Lens) -> NDArray[np.float64]:
+def straight(places: F64, lens: Lens) -> F64:
     """Invert :func:`bent`, by Newton's method or a fixed point, to 1e-12; a ray beyond 89
     degrees becomes one of 89.
     """
@@ -204,7 +203,7 @@ def straight(places: NDArray[np.float64], lens: Lens) -> NDArray[np.float64]:
     return np.asarray(points * scale / np.maximum(scale - xi, np.cos(_WIDEST)))
 
 
-def _radtan(flat: NDArray[np.float64], coefficients: tuple[float, ...]) -> NDArray[np.float64]:
+def _radtan(flat: F64, coefficients: tuple[float, ...]) -> F64:
     """Bend places (..., 2) by k1, k2, p1, p2, as OpenCV does."""
     k1, k2, p1, p2 = coefficients
     x = flat[..., 0]

@@ -14,7 +14,6 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import needs
 from fuelrail.pipeline.rigid import invert_rigid, move_points
@@ -40,6 +39,7 @@ with needs("`fuelrail synth`"):
     import cv2
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.dtypes import I32, U8
     from fuelrail.pipeline.sample.schema import F32, F64
     from fuelrail.sharding.demo.world import SynthClip, Weather
 
@@ -166,7 +166,7 @@ def owners(
     cam2global: F64,
     solids: list[Solid],
     width_px: int,
-) -> tuple[NDArray[np.int32], dict[int, int]]:
+) -> tuple[I32, dict[int, int]]:
     """Return the actor that each pixel (H, W) shows, -1 for none, and the number of pixels of
     each actor if alone.
     """
@@ -217,9 +217,7 @@ def visible_shares(clip: SynthClip, solids: list[Solid], capture_us: int) -> dic
     }
 
 
-def render(
-    clip: SynthClip, camera: RigSensor, solids: list[Solid], exposure_us: int
-) -> NDArray[np.uint8]:
+def render(clip: SynthClip, camera: RigSensor, solids: list[Solid], exposure_us: int) -> U8:
     """Return the picture (H, W, 3), RGB, taken at ``exposure_us``.
 
     Sides of blocks are filled as polygons, what may hide others after these. Texture is noise.
@@ -467,7 +465,7 @@ class Canvas:
         seen = self.haze + (rgb * self.weather.light - self.haze) * transmittance
         return np.asarray(seen, np.float64)
 
-    def develop(self, draw: np.random.Generator) -> NDArray[np.uint8]:
+    def develop(self, draw: np.random.Generator) -> U8:
         """Return the picture with texture and noise."""
         width, height = self.camera.size
         brighter, darker = _noise_tiles(width + _NOISE_ROOM, height + _NOISE_ROOM)
@@ -492,7 +490,7 @@ def _cut_off(corners: Floats) -> Floats:
 
 
 @lru_cache(maxsize=2)
-def _noise_tiles(width: int, height: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+def _noise_tiles(width: int, height: int) -> tuple[U8, U8]:
     """Return what texture and noise add to a picture (height, width, 3), and what they take off.
 
     The texture is a tile of 512 x 512 pixels that has more of the coarse, of standard deviation 4;

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.order.permutation import KeyedPermutation, derive_key
@@ -32,6 +31,7 @@ from fuelrail.sharding.sources.shared.scan_table import (
 )
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.dtypes import I32
     from fuelrail.pipeline.sample.schema import I64, Mask
 
 DEFAULT_SPLIT = "train"
@@ -184,8 +184,8 @@ def select_rows(table: ScanTable, clips: Sequence[ClipInfo], recipe: Recipe) -> 
 
 def make_plan(
     rows: I64,
-    clip: NDArray[np.int32],
-    frame: NDArray[np.int32],
+    clip: I32,
+    frame: I32,
     size_bytes: I64,
     clips_by_split: Mapping[str, Sequence[int]],
     recipe: Recipe,

@@ -50,6 +50,7 @@ from fuelrail.sharding.sources.source import ClipSource, Place
 from fuelrail.sharding.write.images import stored_share, stored_size
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.dtypes import U64
     from fuelrail.pipeline.sample.schema import I64
     from fuelrail.sharding.planning.recipe import ImageRecipe
 
@@ -277,7 +278,7 @@ def stage_clips(
     scan_table: Path,
     bands_of_rows: NDArray[np.int8],
     clips: Sequence[ClipInfo],
-    stamps: NDArray[np.uint64],
+    stamps: U64,
     bands: Bands,
     *,
     num_workers: int,

@@ -14,6 +14,7 @@ from fuelrail.sharding.sources.adapter.frame import Image
 from fuelrail.sharding.sources.adapter.poses import nearest_rigid
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.dtypes import I32
     from fuelrail.sharding.sources.adapter.frame import Frame, Sensors
     from fuelrail.sharding.sources.adapter.poses import Trajectory
 
@@ -114,7 +115,7 @@ def stacked_geometry(
     where: str,
     sensors: Sensors,
     frames: Sequence[Frame],
-    sizes: NDArray[np.int32],
+    sizes: I32,
     is_there: Mask,
     arrays: ClipArrays,
     rows: NDArray[np.intp],

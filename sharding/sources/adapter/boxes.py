@@ -23,6 +23,7 @@ from fuelrail.sharding.sources.adapter.poses import (
 )
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.dtypes import I32, U8
     from fuelrail.sharding.sources.adapter.classes import ClassMap
     from fuelrail.sharding.sources.adapter.frame import BoxRows
     from fuelrail.sharding.sources.shared.scan_report import ScanReport
@@ -284,7 +285,7 @@ def velocities(
     return velocity
 
 
-def validity(lidar: NDArray[np.int32], radar: NDArray[np.int32]) -> tuple[NDArray[np.uint8], int]:
+def validity(lidar: I32, radar: I32) -> tuple[U8, int]:
     """Return ``valid`` of boxes (M,) by their numbers of points, -1 unknown, and how many are 1
     because it is unknown.
 

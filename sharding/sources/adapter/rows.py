@@ -50,6 +50,7 @@ from fuelrail.sharding.sources.shared.scan_table import frame_key
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.channels.table import Channel
+    from fuelrail.pipeline.dtypes import I32
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.sharding.sources.adapter.arrays import ClipArrays
     from fuelrail.sharding.sources.adapter.boxes import ClipBoxes
@@ -432,7 +433,7 @@ class ClipRows:
         self,
         frames: Sequence[Frame],
         images_found: Sequence[Mapping[str, Entry]],
-    ) -> tuple[NDArray[np.int32], Mask]:
+    ) -> tuple[I32, Mask]:
         """Return the sizes (F, N, 2) [px], -1 where there is no image."""
         channels = [camera.channel for camera in self.sensors.cameras]
         sizes = []

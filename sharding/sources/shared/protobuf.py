@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from fuelrail.pipeline.errors import SourceError
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.dtypes import U8
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.pipeline.sample.schema import I64
     from fuelrail.sharding.sources.shared.windows import FileWindow
@@ -63,7 +64,7 @@ def fields(data: bytes) -> Iterator[tuple[int, int, int | bytes]]:
 
 def alike(
     messages: Sequence[bytes], fail: Fail
-) -> Iterator[tuple[NDArray[np.intp], NDArray[np.uint8], dict[int, slice]]]:
+) -> Iterator[tuple[NDArray[np.intp], U8, dict[int, slice]]]:
     """Yield the messages that have the same fields of the same lengths together, so that they are
     read as columns.
 
@@ -94,7 +95,7 @@ def alike(
             table = table[~same]
 
 
-def numbers(columns: NDArray[np.uint8]) -> I64:
+def numbers(columns: U8) -> I64:
     """Return the varints (N,) whose bytes are the rows of (N, B)."""
     return (columns & 0x7F).astype(np.int64) @ (1 << 7 * np.arange(columns.shape[1]))
 

@@ -44,6 +44,7 @@ from fuelrail.pipeline.storage.columns import Disk, numpy_dtype
 from fuelrail.pipeline.text import shortened
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.dtypes import U64
     from fuelrail.sharding.sources.shared.pictures import Depth
 
 ROWS_PER_BATCH: Final = 1024
@@ -306,7 +307,7 @@ class ScanWriter:
         return [META, GEOMETRY, *boxes, *sorted(self._kinds, key=place)]
 
     @property
-    def stamps(self) -> NDArray[np.uint64]:
+    def stamps(self) -> U64:
         """The stamp of each row, once all rows are there."""
         return self._stamps.values
 

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple
 import numpy as np
 import simplejpeg
 from msgspec import Meta
-from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import ConfigError, SourceError, needs
 from fuelrail.sharding.sources.adapter.source import FrameSettings
@@ -32,6 +31,7 @@ from fuelrail.sharding.sources.shared.pictures import (
 from fuelrail.sharding.sources.shared.protobuf import varint
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.dtypes import U8
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.pipeline.sample.schema import F64
 
@@ -531,9 +531,7 @@ class _Encoder:
         return StoredJpeg(data)
 
 
-def _convert_planes(
-    planes: Sequence[NDArray[np.uint8]], matrix: int, is_full: bool
-) -> list[NDArray[np.uint8]]:
+def _convert_planes(planes: Sequence[U8], matrix: int, is_full: bool) -> list[U8]:
     """Convert planes to BT.601 of full range; the product of two matrices of ITU-T H.273, 8.3.
 
     Gray stays gray: new luma is the old one and a little of both chromas, new chroma is of the
@@ -547,7 +545,7 @@ def _convert_planes(
     y_scale, c_scale = (1.0, 1.0) if is_full else (255 / 219, 255 / 224)
     black = 0 if is_full else 16
 
-    def mix_chromas(blue_share: float, red_share: float) -> NDArray[np.uint8]:
+    def mix_chromas(blue_share: float, red_share: float) -> U8:
         return np.asarray(
             cv2.addWeighted(blue, blue_share, red, red_share, 128 * (1 - blue_share - red_share)),
             np.uint8,

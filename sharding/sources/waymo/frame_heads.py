@@ -42,6 +42,7 @@ from fuelrail.sharding.sources.waymo.maps import (
 )
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.dtypes import U8
     from fuelrail.pipeline.sample.schema import F64, I64
     from fuelrail.sharding.sources.shared.protobuf import Fail, FieldPlace
     from fuelrail.sharding.sources.shared.windows import FileWindow
@@ -564,7 +565,7 @@ def read_camera_labels(data: bytes) -> tuple[str, ImageBoxRows]:
     return CAMERAS[name], image_rows(np.array(boxes, np.float64).reshape(-1, 4), category, track)
 
 
-def _read_boxes(data: NDArray[np.uint8], rows: NDArray[np.intp], fail: Fail) -> F64:
+def _read_boxes(data: U8, rows: NDArray[np.intp], fail: Fail) -> F64:
     """Return boxes (N, 7) of the messages (N, B), whose numbers for ``fail`` are ``rows`` (N,)."""
     if data.shape[1] == len(_BOX_KEYS) * 9 and (data[:, ::9] == _BOX_KEYS).all():
         numbers = data.reshape(len(data), -1, 9)[:, :, 1:]  # without their keys
