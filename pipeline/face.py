@@ -52,7 +52,7 @@ def lazy_names(package: str, file: str) -> tuple[Callable[[str], Any], Callable[
         return value
 
     def list_names() -> list[str]:
-        own = [name for name in vars(sys.modules[package]) if name.startswith("__")]
-        return sorted([*own, *public_names()])
+        special = [name for name in vars(sys.modules[package]) if name.startswith("__")]
+        return sorted([*special, *public_names()])
 
     return resolve, list_names

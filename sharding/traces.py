@@ -216,10 +216,9 @@ def cut_member(
     if one_of_series(channel) is not None:
         series = kind.decode(data, channel)
         keep = ~_is_inside(series[TIMES], times.spans_ns)
-        kept = {part: values[keep] for part, values in series.items()}
         if keep.all():
             return data
-        return kind.encode(kept, channel)
+        return kind.encode({part: values[keep] for part, values in series.items()}, channel)
     if _is_radar(channel):
         spans_ns = times.sensor_spans_ns.get(channel.name)
         points = kind.decode(data, channel)

@@ -182,10 +182,9 @@ def decode_batch(images: Sequence[Buffer | U8 | torch.Tensor], out: Pixels) -> P
         maps.append(ImageMap.identity((info.width, info.height)).resize(*output.size))
     if all(output.is_planes for output in outputs):
         planes = [outputs[number].pixels for number in numbers]
-        found = _load_decoder().decode_images(encoded, maps, planes)
-        errors |= {
-            number: error for number, error in zip(numbers, found, strict=True) if error is not None
-        }
+        faults = _load_decoder().decode_images(encoded, maps, planes)
+        pairs = zip(numbers, faults, strict=True)
+        errors |= {number: error for number, error in pairs if error is not None}
     else:
         for number, file, image_map in zip(numbers, encoded, maps, strict=True):
             try:
@@ -194,8 +193,10 @@ def decode_batch(images: Sequence[Buffer | U8 | torch.Tensor], out: Pixels) -> P
                 errors[number] = error
     if errors:
         number = min(errors)
-        others = f" (and {len(errors) - 1} others)" if len(errors) > 1 else ""
-        raise ImageError(f"image {number}{others}: {errors[number]}") from errors[number]
+        place = f"image {number}"
+        if len(errors) > 1:
+            place += f" (and {len(errors) - 1} others)"
+        raise ImageError(f"{place}: {errors[number]}") from errors[number]
     return out
 
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 _POSITION: Final = Path("training_state", "fuelrail_order.json")
 """The file of the position in a checkpoint of LeRobot."""
-_KEPT: Final = (
+_OPTIONS: Final = (
     *("num_workers", "collate_fn", "pin_memory", "prefetch_factor"),
     *("persistent_workers", "multiprocessing_context"),
 )
@@ -232,10 +232,9 @@ class EpisodeLoader:
             global_batch=config.batch_size * world.size,
             world=world,
         )
-        kept = {name: getattr(loader, name) for name in _KEPT}
-        self._loader = sampler.count(
-            TorchLoader(loader.dataset, batch_size=sampler.rank_batch, sampler=sampler, **kept)
-        )
+        options = {name: getattr(loader, name) for name in _OPTIONS}
+        options |= {"batch_size": sampler.rank_batch, "sampler": sampler}
+        self._loader = sampler.count(TorchLoader(loader.dataset, **options))
         self._device = loader.device
         if not config.resume:
             return

@@ -25,7 +25,7 @@ Content: TypeAlias = Literal["equal", "random"]
 
 MAX_NAMED: Final = 1000
 _CHUNK: Final = 1 << 12
-_SHOWN: Final = 5
+_NUM_LISTED: Final = 5
 
 
 class Fault(msgspec.Struct, frozen=True):
@@ -229,7 +229,7 @@ def _compare_ranks(
         ((count, _),) = Counter(batches.values()).most_common(1)
         ranks = sorted(rank for rank in batches if batches[rank] != count)
         if ranks:
-            shown = ", ".join(f"{batches[rank]:,} on rank {rank}" for rank in ranks[:_SHOWN])
+            shown = ", ".join(f"{batches[rank]:,} on rank {rank}" for rank in ranks[:_NUM_LISTED])
             text = f"ranks have another number of batches: {count:,} on most, {shown}"
             yield Fault("uneven", text, len(ranks), ranks=ranks)
     by_sums = defaultdict(list)
@@ -415,13 +415,13 @@ def _named(names: Sequence[int | str], mask: Mask) -> list[int | str]:
 
 
 def _ranks_text(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:_SHOWN]))
-    more = " and more" if len(ranks) > _SHOWN else ""
+    shown = ", ".join(map(str, ranks[:_NUM_LISTED]))
+    more = " and more" if len(ranks) > _NUM_LISTED else ""
     return f"rank{'s' * (len(ranks) != 1)} {shown}{more}"
 
 
 def _rows_text(names: Sequence[int | str], count: int) -> str:
     text = f"{count:,} row{'s' * (count != 1)}"
-    shown = ", ".join(map(str, names[:_SHOWN]))
-    more = ", ..." if len(names) > _SHOWN else ""
+    shown = ", ".join(map(str, names[:_NUM_LISTED]))
+    more = ", ..." if len(names) > _NUM_LISTED else ""
     return f"{text} ({shown}{more})" if names else text

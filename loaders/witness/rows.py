@@ -96,8 +96,9 @@ def text_rows(ids: Sequence[str | bytes]) -> Rows:
 
 def _widened(kind: str, hashes: Hashes) -> Rows:
     """Return rows without names by the first column of their hashes."""
-    both = np.stack([hashes, mix(hashes + _SECOND)], axis=1)
-    return Rows(kind, both, np.zeros(len(hashes), f"S{NAME_BYTES}"))
+    columns = np.stack([hashes, mix(hashes + _SECOND)], axis=1)
+    names = np.zeros(len(hashes), f"S{NAME_BYTES}")
+    return Rows(kind, columns, names)
 
 
 def row_names(kind: str | None, hashes: Hashes, names: Names) -> list[int | str]:

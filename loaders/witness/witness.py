@@ -238,17 +238,17 @@ class Witness:
         # The part before is counted by one rank: the one that saw it, or the first.
         first = 0 if self._rules.groups is None else self._rules.groups[0][0]
         is_counter = is_own or (is_of_all and self._rank == first)
-        own = merged if is_counter else self._start(merged.epoch)
-        own.ranks = [self._rank]
-        own.world = self._world
-        own.batches = [max(merged.batches)]
-        own.own_rows = 0
-        own.largest_batch = largest_batch
-        own.is_known = merged.is_known and (is_own or is_of_all)
-        own.sequence = f"resumed from {merged.sequence}" if is_own or merged.rows else ""
+        record = merged if is_counter else self._start(merged.epoch)
+        record.ranks = [self._rank]
+        record.world = self._world
+        record.batches = [max(merged.batches)]
+        record.own_rows = 0
+        record.largest_batch = largest_batch
+        record.is_known = merged.is_known and (is_own or is_of_all)
+        record.sequence = f"resumed from {merged.sequence}" if is_own or merged.rows else ""
         expected = expect(self._expected, None).record
         is_over = is_of_all and expected is not None and merged.rows >= expected.rows
-        self._epoch = self._start(merged.epoch + 1) if is_over else own
+        self._epoch = self._start(merged.epoch + 1) if is_over else record
         self._is_resumed = True
 
     def _merge(self, records: Sequence[Epoch]) -> Epoch:
@@ -280,10 +280,11 @@ class Witness:
         import torch
         import torch.distributed as dist
 
-        own = msgspec.json.encode(encode_record(msgspec.structs.replace(record, table=None)))
+        without_table = msgspec.structs.replace(record, table=None)
+        message = msgspec.json.encode(encode_record(without_table))
         encoded: list[Any] = [None] * self._world
         try:
-            dist.all_gather_object(encoded, own, group=self._group)
+            dist.all_gather_object(encoded, message, group=self._group)
             records = [decode_record(item, "another rank's record") for item in encoded]
             kinds = {item.kind for item in records if item.kind is not None}
             if len(kinds) == 1:

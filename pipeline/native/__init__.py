@@ -270,25 +270,31 @@ def _job(image: ScaledImage, data: U8) -> _Job:
     if not does or not CameraJpeg.takes(image.info, image.factor):
         return _Job()
     _, height, width = image.out.shape
+    left, top, right, bottom = covered
+    plane_stride, row_stride, _ = image.out.strides
     resize = _Resize(
-        a,
-        tx,
-        d,
-        ty,
-        width,
-        height,
-        *covered,
-        *image.out.strides[:2],
-        image.out.ctypes.data,
+        scale_x=a,
+        offset_x=tx,
+        scale_y=d,
+        offset_y=ty,
+        width=width,
+        height=height,
+        left=left,
+        top=top,
+        right=right,
+        bottom=bottom,
+        plane_stride=plane_stride,
+        row_stride=row_stride,
+        planes=image.out.ctypes.data,
     )
     return _Job(
-        data.ctypes.data,
-        data.size,
-        image.info.width,
-        image.info.height,
-        image.factor,
-        0,
-        resize,
+        data=data.ctypes.data,
+        size=data.size,
+        width=image.info.width,
+        height=image.info.height,
+        factor=image.factor,
+        declined=0,
+        wanted=resize,
     )
 
 

@@ -68,8 +68,8 @@ class Filter:
     """
 
     def __init__(self, text: str, names: Collection[str], owner: str = "") -> None:
-        shown = text if len(text) <= 200 else text[:200] + "..."
-        self._subject = f"{owner}filter {shown!r}"
+        excerpt = text if len(text) <= 200 else text[:200] + "..."
+        self._subject = f"{owner}filter {excerpt!r}"
         self._names = names
         self._column_names: dict[str, None] = {}
         if len(text) > MAX_LENGTH:
@@ -211,8 +211,8 @@ class Filter:
                 args=[subject, ast.Constant(value=str() as text)],
                 keywords=[],
             ) if name in _TEXT_FUNCTIONS:
-                found = self._text(node, text)
-                return _TEXT_FUNCTIONS[name](self._value(subject, depth), found)
+                function = _TEXT_FUNCTIONS[name]
+                return function(self._value(subject, depth), self._text(node, text))
             case ast.Call():
                 functions = "col('column'), " + ", ".join(
                     f"{name}(column, 'text')" for name in _TEXT_FUNCTIONS

@@ -416,17 +416,18 @@ class Canvas:
             details = list_details(solids[solid_number], side)
             if details is None:
                 continue
-            seen = details.quads @ turn[place].T + move[place]
-            seen = seen[(seen[:, :, 2] > NEAR_M).all(axis=1)]
-            if len(seen):
+            corners = details.quads @ turn[place].T + move[place]
+            is_ahead = (corners[:, :, 2] > NEAR_M).all(axis=1)
+            if is_ahead.any():
                 colour = self._add_haze(details.rgb, depths[place : place + 1])[0]
-                fixed = np.rint(self._project(seen) * (1 << _SHIFT)).astype(np.int32)
+                pixels = self._project(corners[is_ahead])
+                fixed = np.rint(pixels * (1 << _SHIFT)).astype(np.int32)
                 cv2.fillPoly(
                     self.image,
                     list(fixed),
-                    colour.tolist(),
-                    cv2.LINE_AA,
-                    _SHIFT,
+                    color=colour.tolist(),
+                    lineType=cv2.LINE_AA,
+                    shift=_SHIFT,
                 )
 
     def _fill(self, quads: Floats, colours: Floats) -> Iterator[tuple[int, float]]:
@@ -446,10 +447,26 @@ class Canvas:
         for number in np.flatnonzero(is_inside | is_cut).tolist():
             polygon = fixed[number]
             if is_cut[number]:
-                ahead = self._project(_cut_off(quads[number]))
-                widths[number] = float(np.ptp(ahead, axis=0).max())
-                polygon = np.rint(ahead * (1 << _SHIFT)).astype(np.int32)
-            cv2.fillConvexPoly(self.image, polygon, listed[number], cv2.LINE_AA, _SHIFT)
+                # Leave off what is nearer than `NEAR_M`.
+                corners = []
+                quad = quads[number]
+                for start, end in zip(quad, np.roll(quad, -1, axis=0), strict=True):
+                    is_ahead = start[2] >= NEAR_M
+                    if is_ahead:
+                        corners.append(start)
+                    if is_ahead != (end[2] >= NEAR_M):
+                        edge = end - start
+                        corners.append(start + edge * (NEAR_M - start[2]) / edge[2])
+                outline = self._project(np.array(corners))
+                widths[number] = float(np.ptp(outline, axis=0).max())
+                polygon = np.rint(outline * (1 << _SHIFT)).astype(np.int32)
+            cv2.fillConvexPoly(
+                self.image,
+                polygon,
+                color=listed[number],
+                lineType=cv2.LINE_AA,
+                shift=_SHIFT,
+            )
             yield number, widths[number]
 
     def _project(self, places: Floats) -> Floats:
@@ -462,8 +479,8 @@ class Canvas:
     def _add_haze(self, rgb: Floats, depths: Floats) -> Floats:
         """Return colours (N, 3), given in full light, as they are seen at these depths (N,)."""
         transmittance = np.exp(-depths / self.weather.haze_m)[:, None]
-        seen = self.haze + (rgb * self.weather.light - self.haze) * transmittance
-        return np.asarray(seen, np.float64)
+        contrast = rgb * self.weather.light - self.haze
+        return np.asarray(self.haze + contrast * transmittance, np.float64)
 
     def develop(self, draw: np.random.Generator) -> U8:
         """Return the picture with texture and noise."""
@@ -474,19 +491,6 @@ class Canvas:
         cv2.add(self.image, brighter[window], self.image)
         cv2.subtract(self.image, darker[window], self.image)
         return self.image
-
-
-def _cut_off(corners: Floats) -> Floats:
-    """Return a polygon (V, 3) of camera axes without what is nearer than `NEAR_M`."""
-    kept = []
-    for start, end in zip(corners, np.roll(corners, -1, axis=0), strict=True):
-        is_kept = start[2] >= NEAR_M
-        if is_kept:
-            kept.append(start)
-        if is_kept != (end[2] >= NEAR_M):
-            edge = end - start
-            kept.append(start + edge * (NEAR_M - start[2]) / edge[2])
-    return np.array(kept)
 
 
 @lru_cache(maxsize=2)
