@@ -37,26 +37,43 @@ if TYPE_CHECKING:
 
 DATA_AXES: Final = frozenset(
     {
-        *("dp", "data", "data_parallel", "batch", "ddp", "fsdp", "hsdp"),
-        *("dp_replicate", "dp_shard", "replicate", "shard", "replica"),
+        "dp",
+        "data",
+        "data_parallel",
+        "batch",
+        "ddp",
+        "fsdp",
+        "hsdp",
+        "dp_replicate",
+        "dp_shard",
+        "replicate",
+        "shard",
+        "replica",
     }
 )
 """Mesh axes along which ranks get different samples; HSDP's two axes together are data parallel."""
 
 MODEL_AXES: Final = frozenset(
     {
-        *("tp", "tensor", "tensor_parallel", "mp", "model", "model_parallel"),
-        *("pp", "pipe", "pipeline", "pipeline_parallel", "stage"),
-        *(
-            "cp",
-            "context",
-            "context_parallel",
-            "sp",
-            "seq",
-            "sequence",
-            "sequence_parallel",
-            "spatial",
-        ),
+        "tp",
+        "tensor",
+        "tensor_parallel",
+        "mp",
+        "model",
+        "model_parallel",
+        "pp",
+        "pipe",
+        "pipeline",
+        "pipeline_parallel",
+        "stage",
+        "cp",
+        "context",
+        "context_parallel",
+        "sp",
+        "seq",
+        "sequence",
+        "sequence_parallel",
+        "spatial",
     }
 )
 """Mesh axes along which ranks share their samples."""

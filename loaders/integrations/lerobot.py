@@ -39,8 +39,12 @@ _LOG = logging.getLogger(__name__)
 _POSITION: Final = Path("training_state", "fuelrail_order.json")
 """The file of the position in a checkpoint of LeRobot."""
 _OPTIONS: Final = (
-    *("num_workers", "collate_fn", "pin_memory", "prefetch_factor"),
-    *("persistent_workers", "multiprocessing_context"),
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "prefetch_factor",
+    "persistent_workers",
+    "multiprocessing_context",
 )
 """Options of LeRobot's loader that ours has too."""
 

@@ -49,16 +49,14 @@ if TYPE_CHECKING:
 _WRITING: Final = threading.RLock()  # bad samples are found by the threads that decode
 
 RECORDED: Final = (
-    *(
-        "seed",
-        "drop_last",
-        "split",
-        "mix",
-        "window",
-        "layers",
-        "transforms",
-        "transform_in",
-    ),
+    "seed",
+    "drop_last",
+    "split",
+    "mix",
+    "window",
+    "layers",
+    "transforms",
+    "transform_in",
     "bad_samples",
 )
 """Arguments of a loader that a ledger keeps."""
@@ -66,17 +64,17 @@ RECORDED: Final = (
 _FUNCTIONS: Final = ("transform", "batch_transform", "collate_fn")
 
 _PACKAGES: Final = (
-    *(
-        "fuelrail",
-        "numpy",
-        "torch",
-        "simplejpeg",
-        "opencv-python-headless",
-        "opencv-python",
-        "pillow",
-        "pillow-simd",
-    ),
-    *("nvidia-dali-cuda120", "nvidia-dali-cuda130", "nvidia-dali-cuda110"),
+    "fuelrail",
+    "numpy",
+    "torch",
+    "simplejpeg",
+    "opencv-python-headless",
+    "opencv-python",
+    "pillow",
+    "pillow-simd",
+    "nvidia-dali-cuda120",
+    "nvidia-dali-cuda130",
+    "nvidia-dali-cuda110",
 )
 
 

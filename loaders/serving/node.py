@@ -41,13 +41,12 @@ from fuelrail.pipeline.runtime.workers import pickled_error
 _START_S: Final = 120.0
 """How long a rank waits for the process, which imports torch first."""
 _JOB: Final = (
-    *(
-        "MASTER_ADDR",
-        "MASTER_PORT",
-        "TORCHELASTIC_RUN_ID",
-        "TORCHELASTIC_RESTART_COUNT",
-    ),
-    *("SLURM_JOB_ID", "SLURM_STEP_ID"),
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_RESTART_COUNT",
+    "SLURM_JOB_ID",
+    "SLURM_STEP_ID",
 )
 _numbers: Final = itertools.count()
 _NAMES: Final = 8

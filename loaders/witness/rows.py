@@ -25,8 +25,19 @@ NAME_BYTES: Final = 64
 """Bytes of a text's name that are kept; the middle of a longer text is left out."""
 
 ID_ENTRIES: Final = (
-    *("sample_key", "__key__", "index", "idx", "id", "ids", "sample_idx", "sample_index"),
-    *("sample_id", "image_id", "row", "key", "uid"),
+    "sample_key",
+    "__key__",
+    "index",
+    "idx",
+    "id",
+    "ids",
+    "sample_idx",
+    "sample_index",
+    "sample_id",
+    "image_id",
+    "row",
+    "key",
+    "uid",
 )
 """Entries of a batch that are taken for its rows' ids, where no key is given; the first one that
 holds integers, texts or bytes."""
