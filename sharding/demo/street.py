@@ -142,12 +142,13 @@ def footprints_overlap(first: F64, second: F64) -> bool:
     is_before = first.max(1) < second.min(1)
     is_behind = second.max(1) < first.min(1)
     apart = (is_before | is_behind).any(1)
-    for rectangle in () if apart.all() else (first, second):
-        edges = np.diff(rectangle[:, :3], axis=1)
-        for edge in (edges[:, 0], edges[:, 1]):
-            a = (first * edge[:, None]).sum(-1)
-            b = (second * edge[:, None]).sum(-1)
-            apart |= (a.max(1) < b.min(1)) | (b.max(1) < a.min(1))
+    if not apart.all():
+        for rectangle in (first, second):
+            edges = np.diff(rectangle[:, :3], axis=1)
+            for edge in (edges[:, 0], edges[:, 1]):
+                a = (first * edge[:, None]).sum(-1)
+                b = (second * edge[:, None]).sum(-1)
+                apart |= (a.max(1) < b.min(1)) | (b.max(1) < a.min(1))
     return not bool(apart.all())
 
 

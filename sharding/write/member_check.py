@@ -133,8 +133,9 @@ class MemberCheck:
         for key, geometry, boxes in pending:
             for text in broken_calibration(geometry):
                 raise self._error(key, GEOMETRY, text)
-            for text in () if boxes is None else broken_boxes(boxes, self._rig):
-                raise self._error(key, BOXES, text)
+            if boxes is not None:
+                for text in broken_boxes(boxes, self._rig):
+                    raise self._error(key, BOXES, text)
 
     def _error(self, key: str, member: str, text: str) -> SourceError:
         return SourceError(f"sample {key} of {self._source} cannot be stored: {member}: {text}")

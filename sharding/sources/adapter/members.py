@@ -229,9 +229,10 @@ class MemberFinder:
                 ):
                     looked_at[ref] = channel
                     channels_seen.add(channel)
-            for frame_sweep in frame.sweeps.values() if self.points else ():
-                if frame_sweep.num_bytes is None and not frame_sweep.absent:
-                    parts[frame_sweep.ref] = Part.parse(frame_sweep.ref)
+            if self.points:
+                for frame_sweep in frame.sweeps.values():
+                    if frame_sweep.num_bytes is None and not frame_sweep.absent:
+                        parts[frame_sweep.ref] = Part.parse(frame_sweep.ref)
             for member in frame.members:
                 if isinstance(member, FileMember):
                     other_files.update(dict.fromkeys(member.files))
@@ -269,12 +270,15 @@ class MemberFinder:
                     row[channel] = NO_POSE
                 else:
                     row[channel] = self._find_image(place, channel, image, known_files)
-            for lidar in self.sensors.lidars if self.points else ():
-                sweep = frame.sweeps.get(lidar.channel)
-                if sweep is None or sweep.absent:
-                    row[lidar.channel] = "no sweep" if sweep is None else sweep.absent
-                else:
-                    row[lidar.channel] = self._find_sweep(place, lidar.channel, sweep, known_files)
+            if self.points:
+                for lidar in self.sensors.lidars:
+                    sweep = frame.sweeps.get(lidar.channel)
+                    if sweep is None or sweep.absent:
+                        row[lidar.channel] = "no sweep" if sweep is None else sweep.absent
+                    else:
+                        row[lidar.channel] = self._find_sweep(
+                            place, lidar.channel, sweep, known_files
+                        )
             rows_found.append(row)
             members.append(self._find_members(place, frame, facts))
         return rows_found, members

@@ -377,8 +377,9 @@ class ClipRows:
                         remedy="; the option missing_camera=mask leaves the member out, "
                         "missing_camera=drop the whole frame",
                     )
-            for channel, why in lacking.items() if mask[number] else ():
-                self.report.mask(channel, why)
+            if mask[number]:
+                for channel, why in lacking.items():
+                    self.report.mask(channel, why)
         return mask
 
     def _check_sweep_poses(

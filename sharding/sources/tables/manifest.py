@@ -333,10 +333,11 @@ class Manifest(FrameSource[ManifestSettings]):
                 table = self._tables.get("frames")
                 forms = ValueForms()
                 names = [column for column in _list_columns(table) if column.startswith(VALUE)]
-                for rows in table.parts() if table is not None and names else ():
-                    for column in names:
-                        for value in rows.column(column).to_pylist():
-                            forms.learn(column.removeprefix(VALUE), value)
+                if table is not None and names:
+                    for rows in table.parts():
+                        for column in names:
+                            for value in rows.column(column).to_pylist():
+                                forms.learn(column.removeprefix(VALUE), value)
                 for name, why in forms.refused.items():
                     if not self.leaves_out:
                         where = f"table '{self._tables['frames'].name}': the column {VALUE}{name}"
@@ -447,15 +448,16 @@ class Manifest(FrameSource[ManifestSettings]):
             rows = main.rows(clip)
             assert rows is not None, "it has rows"
             facts: dict[str, Any] = {}
-            for name in OF_CLIP if "frames" in self._tables else ():
-                if name not in rows:
-                    continue
-                texts = rows.texts(name)
-                facts[name] = texts[0] or ""
-                for row, text in enumerate(texts):
-                    if text != texts[0]:
-                        problem = f"'{text}', but '{texts[0]}' in row {rows.first}"
-                        rows.fail(row, name, f"{problem}: a clip has one {name}")
+            if "frames" in self._tables:
+                for name in OF_CLIP:
+                    if name not in rows:
+                        continue
+                    texts = rows.texts(name)
+                    facts[name] = texts[0] or ""
+                    for row, text in enumerate(texts):
+                        if text != texts[0]:
+                            problem = f"'{text}', but '{texts[0]}' in row {rows.first}"
+                            rows.fail(row, name, f"{problem}: a clip has one {name}")
             named = [
                 self._tables[stem].rows(clip)
                 for stem in ("frames", "sensor_data")

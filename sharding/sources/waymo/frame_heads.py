@@ -524,8 +524,9 @@ def read_labels(
             kinds[rows] = numbers(table[:, places[3]])
         if 7 in places:
             num_points[rows] = numbers(table[:, places[7]])
-        for row in rows.tolist() if 4 in places else ():
-            track[row] = flat[row][places[4]].decode()
+        if 4 in places:
+            for row in rows.tolist():
+                track[row] = flat[row][places[4]].decode()
     label_rows = np.flatnonzero(has_label)
     category = list(map(label_type, kinds[label_rows].tolist()))
     names = [track[row] for row in label_rows.tolist()]

@@ -142,13 +142,14 @@ class CanBus:
         """
         files_found = []
         series = {}
-        for message in MESSAGES if self.has_series else ():
-            file = f"{FOLDER}/{scene}_{message}.json"
-            check_inside(file, f"scene '{scene}'")
-            if files.facts(file) is not None:
-                times_us, values = parse_can(files.read(file), message, file)
-                series[f"can_{message}"] = signal_series(times_us * NS_PER_US, values, times_ns)
-                files_found.append(file)
+        if self.has_series:
+            for message in MESSAGES:
+                file = f"{FOLDER}/{scene}_{message}.json"
+                check_inside(file, f"scene '{scene}'")
+                if files.facts(file) is not None:
+                    times_us, values = parse_can(files.read(file), message, file)
+                    series[f"can_{message}"] = signal_series(times_us * NS_PER_US, values, times_ns)
+                    files_found.append(file)
         return tuple(files_found), series
 
     def members(self, rows: SceneRows, number: int) -> Iterator[FileMember]:
