@@ -66,22 +66,17 @@ def rectified_camera(lens: Lens, wh: tuple[int, int], alpha: float) -> Matrix3:
     ``cv2.getOptimalNewCameraMatrix``, its fisheye counterpart, and the same rule for the lenses
     that OpenCV lacks.
     """
-    if lens.kind in OWN_MODELS:
-        return _chosen_camera(lens, wh, alpha)
-    camera = np.array(lens.stored)
-    coefficients = np.array(lens.coefficients)
-    if lens.kind == "fisheye":
-        choose = cv2.fisheye.estimateNewCameraMatrixForUndistortRectify
-        chosen = choose(camera, coefficients, wh, np.eye(3), balance=alpha)
-    else:
-        chosen, _ = cv2.getOptimalNewCameraMatrix(camera, coefficients, wh, alpha)
-    return tuple(tuple(row) for row in chosen.tolist())
-
-
-def _chosen_camera(lens: Lens, wh: tuple[int, int], alpha: float) -> Matrix3:
-    """Return K between that of the largest rectangle within the straightened image and that of
-    the one around it.
-    """
+    if lens.kind not in OWN_MODELS:
+        camera = np.array(lens.stored)
+        coefficients = np.array(lens.coefficients)
+        if lens.kind == "fisheye":
+            choose = cv2.fisheye.estimateNewCameraMatrixForUndistortRectify
+            chosen = choose(camera, coefficients, wh, np.eye(3), balance=alpha)
+        else:
+            chosen, _ = cv2.getOptimalNewCameraMatrix(camera, coefficients, wh, alpha)
+        return tuple(tuple(row) for row in chosen.tolist())
+    # Between the camera of the largest rectangle within the straightened image and that of the one
+    # around it.
     corner = np.array(wh) - 1.0
     grid = np.stack(np.meshgrid(*(np.linspace(0.0, end, _GRID) for end in corner)), -1)
     flat = rectified_places(

@@ -125,7 +125,26 @@ class Witness:
             self._expected = expected if is_list else len(expected)
         self._folder = None if folder is None else Path(folder)
         self._on_fault = on_fault
-        self._group, self._rank, self._world = _process_group(timeout_s)
+        # A gloo group of all ranks of its own, so that no collective of the training can be
+        # mistaken for one of the witness's.
+        self._group: Any = None
+        dist = sys.modules.get("torch.distributed")
+        if dist is not None and dist.is_available() and dist.is_initialized():
+            self._rank = dist.get_rank()
+            self._world = dist.get_world_size()
+            if self._world > 1:
+                timeout = timedelta(seconds=timeout_s)
+                self._group = dist.new_group(backend="gloo", timeout=timeout)
+        else:
+            rank = os.environ.get("RANK", "0")
+            world = os.environ.get("WORLD_SIZE", "1")
+            if not (rank.isdecimal() and world.isdecimal() and int(rank) < int(world)):
+                raise ConfigError(
+                    f"RANK={rank} and WORLD_SIZE={world} in the environment must be integers, the "
+                    "rank from 0 and below the size"
+                )
+            self._rank = int(rank)
+            self._world = int(world)
         if hasattr(groups, "mesh_dim_names"):
             from fuelrail.loaders.distributed import DATA_AXES
 
@@ -373,30 +392,6 @@ def compare_records(folder: str | os.PathLike[str], other: str | os.PathLike[str
         sizes = f"{run.rows:,} rows, and {reference.rows:,}"
         lines.append(f"epoch {epoch}: {rows}, in another order {where} ({sizes})")
     return lines
-
-
-def _process_group(timeout_s: float) -> tuple[Any, int, int]:
-    """Return a gloo group of all ranks, or None without torch.distributed; rank; and their number.
-
-    The group is the witness's own, so that no collective of the training can be mistaken for one
-    of its.
-    """
-    if "torch" in sys.modules:
-        import torch.distributed as dist
-
-        if dist.is_available() and dist.is_initialized():
-            group = None
-            if dist.get_world_size() > 1:
-                group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-            return group, dist.get_rank(), dist.get_world_size()
-    rank = os.environ.get("RANK", "0")
-    world = os.environ.get("WORLD_SIZE", "1")
-    if not (rank.isdecimal() and world.isdecimal() and int(rank) < int(world)):
-        raise ConfigError(
-            f"RANK={rank} and WORLD_SIZE={world} in the environment must be integers, the rank "
-            "from 0 and below the size"
-        )
-    return None, int(rank), int(world)
 
 
 def _is_order(part: object) -> bool:

@@ -256,9 +256,27 @@ class Table:
                 )
             self.identity += f", blocks {digest(np.array(self.lengths))}"
         self._num_rows = num_rows
-        self.clips = self._clip_table() if needs_clips(spec, window) or window is not None else None
-        if self.clips is not None:
-            self.identity += f", clips {digest(self.clips.keys, self.clips.samples)}"
+        self.clips: ClipTable | None = None
+        if window is None and not needs_clips(spec, window):
+            return
+        from fuelrail.pipeline.format.attributes import ClipTable
+
+        if "clip_id" not in self._columns:
+            raise OrderError(
+                "lanes and windows need a column 'clip_id': which clip, or episode, each row is of"
+            )
+        clip_ids = np.asarray(self._columns["clip_id"])
+        _, first, clip_index = np.unique(clip_ids, return_index=True, return_inverse=True)
+        number = np.argsort(np.argsort(first))[clip_index]  # clips in the order of their first row
+        if "frame" in self._columns:
+            frame = self._columns["frame"]
+        else:
+            by_clip = np.argsort(number, kind="stable")
+            starts = np.searchsorted(number[by_clip], number[by_clip])
+            frame = np.empty_like(by_clip)
+            frame[by_clip] = np.arange(num_rows) - starts
+        self.clips = ClipTable.build(number, frame)
+        self.identity += f", clips {digest(self.clips.keys, self.clips.samples)}"
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -279,24 +297,3 @@ class Table:
                 f"{', '.join(self._columns) or 'rows only'}"
             )
         return pa.table({name: self._columns[name] for name in names})
-
-    def _clip_table(self) -> ClipTable:
-        from fuelrail.pipeline.format.attributes import ClipTable
-
-        if "clip_id" not in self._columns:
-            raise OrderError(
-                "lanes and windows need a column 'clip_id': which clip, or episode, each row is of"
-            )
-        _, first, clip_index = np.unique(
-            np.asarray(self._columns["clip_id"]),
-            return_index=True,
-            return_inverse=True,
-        )
-        number = np.argsort(np.argsort(first))[clip_index]  # clips in the order of their first row
-        if "frame" in self._columns:
-            return ClipTable.build(number, self._columns["frame"])
-        by_clip = np.argsort(number, kind="stable")
-        starts = np.searchsorted(number[by_clip], number[by_clip])
-        frame = np.empty_like(by_clip)
-        frame[by_clip] = np.arange(len(by_clip)) - starts
-        return ClipTable.build(number, frame)

@@ -141,14 +141,14 @@ class ShardWriter:
         shard = self._job.shards[number]
         with self._out.writing():
             record = load_record(self._out, shard.stem)
-            if (
-                record is not None
-                and record.source_stamp == self._job.stamps[number]
-                and self._compute_source_digest(shard) == record.source_sha256
-                and is_whole(self._out, record)
-            ):
-                pulse(record.shard.bytes)
-                return ShardDone(number, record.shard.name, record.shard.bytes, is_kept=True)
+            if record is not None and record.source_stamp == self._job.stamps[number]:
+                digest = hashlib.sha256(self._head(shard))
+                for row in self._list_rows(shard):
+                    digest.update(self._table.encoded_row(row))
+                is_same = digest.hexdigest() == record.source_sha256
+                if is_same and is_whole(self._out, record):
+                    pulse(record.shard.bytes)
+                    return ShardDone(number, record.shard.name, record.shard.bytes, is_kept=True)
             with naming(self._job.source):
                 record = self._write_shard(number, shard, pulse)
             store_version_tag(self._out, record)
@@ -237,12 +237,6 @@ class ShardWriter:
             *job.channels,
         )
         return msgspec.msgpack.encode(head)
-
-    def _compute_source_digest(self, shard: PlannedShard) -> str:
-        digest = hashlib.sha256(self._head(shard))
-        for row in self._list_rows(shard):
-            digest.update(self._table.encoded_row(row))
-        return digest.hexdigest()
 
     def _make_members(
         self,
