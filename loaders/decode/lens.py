@@ -78,27 +78,24 @@ def rectified_camera(lens: Lens, wh: tuple[int, int], alpha: float) -> Matrix3:
     # Between the camera of the largest rectangle within the straightened image and that of the one
     # around it.
     corner = np.array(wh) - 1.0
-    grid = np.stack(np.meshgrid(*(np.linspace(0.0, end, _GRID) for end in corner)), -1)
-    flat = rectified_places(
-        grid.reshape(-1, 2), dataclasses.replace(lens, rectified=_UNIT)
-    ).reshape(grid.shape)
+    columns = np.linspace(0.0, corner[0], _GRID)
+    rows = np.linspace(0.0, corner[1], _GRID)
+    grid = np.stack(np.meshgrid(columns, rows), -1)
+    unit_lens = dataclasses.replace(lens, rectified=_UNIT)
+    rays = rectified_places(grid.reshape(-1, 2), unit_lens).reshape(grid.shape)
     inner = np.array(
         [
-            flat[:, 0].max(0)[0],
-            flat[0].max(0)[1],
-            flat[:, -1].min(0)[0],
-            flat[-1].min(0)[1],
+            rays[:, 0, 0].max(),
+            rays[0, :, 1].max(),
+            rays[:, -1, 0].min(),
+            rays[-1, :, 1].min(),
         ]
     )
-    outer = np.concatenate([flat.min((0, 1)), flat.max((0, 1))])
-    (fx, fy), (cx, cy) = (
-        (1.0 - alpha) * inner_value + alpha * outer_value
-        for inner_value, outer_value in zip(
-            _rectangle_camera(inner, corner),
-            _rectangle_camera(outer, corner),
-            strict=True,
-        )
-    )
+    outer = np.concatenate([rays.min((0, 1)), rays.max((0, 1))])
+    inner_focal, inner_centre = _rectangle_camera(inner, corner)
+    outer_focal, outer_centre = _rectangle_camera(outer, corner)
+    fx, fy = (1.0 - alpha) * inner_focal + alpha * outer_focal
+    cx, cy = (1.0 - alpha) * inner_centre + alpha * outer_centre
     return (fx, 0.0, cx), (0.0, fy, cy), (0.0, 0.0, 1.0)
 
 
