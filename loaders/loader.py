@@ -445,7 +445,10 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
                     self._halt()
 
     def _hand_out(
-        self, pipeline: Pipeline, walk: Walk, iteration: object
+        self,
+        pipeline: Pipeline,
+        walk: Walk,
+        iteration: object,
     ) -> Iterator[dict[str, Any]]:
         """Hand out the batches of a pipeline up to the epoch's end, keeping the position; leaving
         it early stops the threads.

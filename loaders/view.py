@@ -134,7 +134,10 @@ def _stored(
 
 
 def load_sample(
-    opened: Dataset, row: int, sample: Sample, options: ViewOptions
+    opened: Dataset,
+    row: int,
+    sample: Sample,
+    options: ViewOptions,
 ) -> tuple[dict[str, Any], DataLoader]:
     """Return a batch of one row of a dataset, which is ``sample``, as a loader delivers it; and the
     loader, closed.

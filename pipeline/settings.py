@@ -295,7 +295,12 @@ def make_options(kind: type[S], options: S | None, changes: Mapping[str, object]
     return convert(values, kind, kind.__name__)
 
 
-def _check_type(name: str, value: object, annotation: Any, error: type[Exception]) -> object:
+def _check_type(
+    name: str,
+    value: object,
+    annotation: Any,
+    error: type[Exception],
+) -> object:
     """Return the value as msgspec makes it of its type."""
     try:
         converted: object = msgspec.convert(value, type=annotation)
@@ -679,7 +684,12 @@ def _steps(path: str) -> list[str]:
     return re.findall(r"[^.\[\]]+|\.\.\.", path)
 
 
-def _with_keys(path: str, message: str, value: object, to: Any) -> str:
+def _with_keys(
+    path: str,
+    message: str,
+    value: object,
+    to: Any,
+) -> str:
     """Return the path with the keys of mappings, of which msgspec says "[...]" only; without a
     key that is no plain name.
     """

@@ -253,7 +253,12 @@ def _bring_file(
     return False
 
 
-def _copy_file(source: Dataset, old: str, out: Output, entry: FileEntry) -> None:
+def _copy_file(
+    source: Dataset,
+    old: str,
+    out: Output,
+    entry: FileEntry,
+) -> None:
     """Copy a file, which gets its name if it has the entry's digest."""
     if source.url is None:
         opened: Any = open_file(source.root / old)

@@ -225,7 +225,12 @@ def shard(
     return Outcome(manifest, num_written, num_shards - num_written, info.report)
 
 
-def repair(root: str | os.PathLike[str], source: str, num_workers: int, progress: Quiet) -> Outcome:
+def repair(
+    root: str | os.PathLike[str],
+    source: str,
+    num_workers: int,
+    progress: Quiet,
+) -> Outcome:
     """Rebuild the damaged files of a finished dataset from its original source (``KIND:LOCATION``).
 
     Raises ConfigError for a layer and for what ``--append`` or ``forget`` made, DatasetExistsError
@@ -389,7 +394,10 @@ def _plan_dataset(
 
 
 def _start_run(
-    work: Workspace, scan: _Scan, planned: _Planned, finished: Manifest | None
+    work: Workspace,
+    scan: _Scan,
+    planned: _Planned,
+    finished: Manifest | None,
 ) -> tuple[Manifest | None, Dictionary | None]:
     """Store the state of the run, unless the dataset is finished; returns the manifest then, and
     the dictionary.
@@ -498,7 +506,9 @@ def _make_shards(
 
 
 def _find_damaged_shards(
-    out: Output, shards: Sequence[ShardEntry], num_threads: int
+    out: Output,
+    shards: Sequence[ShardEntry],
+    num_threads: int,
 ) -> Sequence[int]:
     """Return the numbers of shards that, with their DALI index, do not match their table byte
     for byte.

@@ -71,7 +71,9 @@ class LeftOut(NamedTuple):
 
 
 def leave_out(
-    parts: Collection[LoaderPart], schedule: Schedule, pipeline: BatchPipeline
+    parts: Collection[LoaderPart],
+    schedule: Schedule,
+    pipeline: BatchPipeline,
 ) -> tuple[LeftOut, Schedule, BatchPipeline]:
     """Prepare to leave out parts.
 

@@ -139,7 +139,12 @@ def pad_packs(
     longest = max_tokens or pack.budget
     fills = {**fills, "pack": -1, "sequence_ids": -1}
 
-    def padded(name: str, tensor: torch.Tensor, length: int, fill: float) -> torch.Tensor:
+    def padded(
+        name: str,
+        tensor: torch.Tensor,
+        length: int,
+        fill: float,
+    ) -> torch.Tensor:
         if len(tensor) > length:
             raise ConfigError(
                 f"{name!r} has {len(tensor)} tokens, static batches hold {length}: raise max_tokens"

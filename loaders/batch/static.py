@@ -123,7 +123,11 @@ def _split_entry(name: str, value: object) -> dict[tuple[str, ...], torch.Tensor
 
 
 def _pad_lists(
-    batch: dict[str, Any], name: str, maximum: int, option: str, fill: float
+    batch: dict[str, Any],
+    name: str,
+    maximum: int,
+    option: str,
+    fill: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return lists of tensors (n, ...), one a sample or one a frame of it, as one tensor, and
     the mask of real rows.

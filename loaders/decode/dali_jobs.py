@@ -325,7 +325,9 @@ def stretches(jobs: Sequence[Job]) -> list[tuple[slice, slice]]:
 
 
 def black_out_unseen(
-    jobs: Sequence[Job], image_maps: Sequence[ImageMap], out: torch.Tensor
+    jobs: Sequence[Job],
+    image_maps: Sequence[ImageMap],
+    out: torch.Tensor,
 ) -> None:
     """Set the pixels black that the maps let see nothing: one small copy to the device for all
     images.

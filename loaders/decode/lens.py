@@ -226,7 +226,10 @@ class Undistort(Settings, frozen=True):
             raise ConfigError(f"alpha={self.alpha} must lie in 0 to 1, or be None")
 
     def __call__(
-        self, sample: Sample, maps: Sequence[ImageMap], cameras: Sequence[str]
+        self,
+        sample: Sample,
+        maps: Sequence[ImageMap],
+        cameras: Sequence[str],
     ) -> tuple[Sample, list[ImageMap]]:
         """Return the sample with the geometry of the rectified cameras, and the maps with the
         lenses to undo.

@@ -183,7 +183,9 @@ class PillowDecoder:
 
 
 def _decode_by_pillow(
-    plugin: type[ImageFile.ImageFile], encoded: Buffer, info: ImageInfo
+    plugin: type[ImageFile.ImageFile],
+    encoded: Buffer,
+    info: ImageInfo,
 ) -> Image.Image:
     # The plugins are called by name: Image.open would try other formats, and warn about limits that
     # probe has checked.

@@ -149,7 +149,12 @@ def bilinear_rows(image_map: ImageMap) -> tuple[int, int]:
 
 
 def _aligned_span(
-    scale: float, offset: float, first: int, last: int, size: int, reach: int
+    scale: float,
+    offset: float,
+    first: int,
+    last: int,
+    size: int,
+    reach: int,
 ) -> Span | None:
     """Find the source lines to resize for output lines [first, last), on one axis with out = scale
     * in + offset.

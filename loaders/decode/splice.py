@@ -53,7 +53,12 @@ class _Cut(NamedTuple):
     height: int
 
 
-def _choose_rows(info: ImageInfo, top: int, bottom: int, factor: int = 1) -> _Cut | None:
+def _choose_rows(
+    info: ImageInfo,
+    top: int,
+    bottom: int,
+    factor: int = 1,
+) -> _Cut | None:
     """Return what to keep for pixel rows [top, bottom); None where the header says no, or all
     rows are needed.
     """
@@ -186,7 +191,9 @@ class RowsWanted(NamedTuple):
 
 
 def splice_batch(
-    requests: Sequence[RowsWanted], scratch: Scratch, native: CameraJpeg | None
+    requests: Sequence[RowsWanted],
+    scratch: Scratch,
+    native: CameraJpeg | None,
 ) -> list[SplicedRows | None]:
     """Return what `splice_rows` returns for each file; with the native library by one call without
     the GIL.

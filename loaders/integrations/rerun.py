@@ -131,7 +131,10 @@ def record_clip(
 
 
 def _log_sample(
-    rr: Any, recording: Any, sample: Sample, cameras: list[str]
+    rr: Any,
+    recording: Any,
+    sample: Sample,
+    cameras: list[str],
 ) -> tuple[int, int, int]:
     """Log images, boxes and points of one sample, in ego; return the number of each."""
     geometry = sample.geometry

@@ -168,7 +168,13 @@ class BadSamples:
                 ) from error
         return replaced
 
-    def _log_replacement(self, task: Task, frame: int, error: Exception, replaced_by: str) -> None:
+    def _log_replacement(
+        self,
+        task: Task,
+        frame: int,
+        error: Exception,
+        replaced_by: str,
+    ) -> None:
         row, _, entry, _ = task.frames[frame]
         manifest = task.source.dataset.manifest
         line: dict[str, Any] = {

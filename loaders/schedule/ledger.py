@@ -379,7 +379,13 @@ class RunLedger:
             )
             self._reached = cursor if why == "state" else None
 
-    def replaced(self, epoch: int, position: int, key: str | None, replaced_by: str) -> None:
+    def replaced(
+        self,
+        epoch: int,
+        position: int,
+        key: str | None,
+        replaced_by: str,
+    ) -> None:
         """Note that a sample takes the place of a bad one; any thread may call this."""
         if self.is_kept:
             since = self._since.epoch, self._since.samples_consumed

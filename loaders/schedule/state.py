@@ -234,7 +234,9 @@ def _so_far(identity: Identity, state: LoaderState) -> Identity:
 
 
 def settings_that_differ(
-    first: Mapping[str, Any] | None, current: Mapping[str, Any], whose: str
+    first: Mapping[str, Any] | None,
+    current: Mapping[str, Any],
+    whose: str,
 ) -> str:
     """Return both sides of each setting, and of a struct of each entry, that differs; ``whose``
     are the first ones.

@@ -191,7 +191,13 @@ class RankServer:
         self._events: list[tuple[str, int, int, float, float]] = []
         self._replaced: list[tuple[int, int, str | None, str]] = []
 
-        def trace(stage: str, item: int, batch: int, begin_s: float, end_s: float) -> None:
+        def trace(
+            stage: str,
+            item: int,
+            batch: int,
+            begin_s: float,
+            end_s: float,
+        ) -> None:
             if stage != "wait":  # the trainer's own wait is what counts
                 self._events.append((stage, item, batch, begin_s, end_s))
 

@@ -350,7 +350,13 @@ class _RemoteSession:
         with self._lock:
             self._under_way.discard(future)
 
-    def _take(self, pending_range: _Range, number: int, index: int, row: IndexRow) -> memoryview:
+    def _take(
+        self,
+        pending_range: _Range,
+        number: int,
+        index: int,
+        row: IndexRow,
+    ) -> memoryview:
         storage = self._storage
         try:
             span = self._wait_for_span(pending_range, row)
@@ -390,7 +396,11 @@ class _RemoteSession:
         )
 
     def _take_cached(
-        self, cached: CachedSpan, number: int, index: int, row: IndexRow
+        self,
+        cached: CachedSpan,
+        number: int,
+        index: int,
+        row: IndexRow,
     ) -> memoryview:
         storage = self._storage
         span = cached.read()

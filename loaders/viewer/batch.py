@@ -303,7 +303,9 @@ def _array(value: object) -> NDArray[Any]:
 
 
 def values_of(
-    batch: Mapping[str, Any], row: int, channels: Sequence[Channel]
+    batch: Mapping[str, Any],
+    row: int,
+    channels: Sequence[Channel],
 ) -> list[tuple[Channel, Any]]:
     """Return the selected channels that a sample has, in its own frame."""
     if not channels:
@@ -389,7 +391,9 @@ def _align_columns(rows: Sequence[tuple[str, str, str]]) -> str:
 
 
 def describe_batch(
-    batch: Mapping[str, Any], channels: Sequence[Channel], box_frame: str
+    batch: Mapping[str, Any],
+    channels: Sequence[Channel],
+    box_frame: str,
 ) -> BatchDescription:
     """Return form and meaning of each entry of a batch with these selected channels, and with
     boxes in this frame.

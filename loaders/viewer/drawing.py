@@ -365,7 +365,9 @@ def turn_text(ida_mat: NDArray[np.floating[Any]]) -> str:
 
 
 def _draw_from_above(
-    size_px: int, boxes: DrawnBoxes | None, points: NDArray[np.floating[Any]]
+    size_px: int,
+    boxes: DrawnBoxes | None,
+    points: NDArray[np.floating[Any]],
 ) -> U8:
     """Draw points and boxes within ``ABOVE_M`` of ego from above: ahead is up, each box with its
     heading.

@@ -211,7 +211,9 @@ def judge(records: Sequence[Epoch], rules: Rules, previous: Sequence[Epoch] = ()
 
 
 def _compare_ranks(
-    records: Sequence[Epoch], counted: Sequence[Epoch], groups: Sequence[Sequence[int]]
+    records: Sequence[Epoch],
+    counted: Sequence[Epoch],
+    groups: Sequence[Sequence[int]],
 ) -> Iterator[Fault]:
     """Find groups whose ranks differ, ranks of another number of batches, ranks that are equal."""
     sequences = {record.ranks[0]: record.sequence for record in records}
@@ -367,7 +369,10 @@ def _find_surplus(total: Epoch, expected: Epoch | None) -> tuple[Surplus, int, i
 
 
 def _compare_contents(
-    counted: Sequence[Epoch], total: Epoch, previous: Sequence[Epoch], content: Content
+    counted: Sequence[Epoch],
+    total: Epoch,
+    previous: Sequence[Epoch],
+    content: Content,
 ) -> Iterator[Fault]:
     """Compare contents of the rows in the samples, within the epoch and with the one before; find
     rows that have random numbers in common.

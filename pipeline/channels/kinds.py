@@ -168,7 +168,9 @@ def _as_array(value: Value, channel: Channel) -> NDArray[Any]:
 
 
 def _stack(
-    values: Sequence[Value | None], channel: Channel, shape: tuple[int, ...]
+    values: Sequence[Value | None],
+    channel: Channel,
+    shape: tuple[int, ...],
 ) -> NDArray[np.generic]:
     present = [value for value in values if value is not None]
     make = np.empty if len(present) == len(values) else np.zeros
@@ -214,7 +216,10 @@ class _ArrayKind(Kind):
         return array
 
     def collate(
-        self, values: Sequence[Value | None], channel: Channel, shape: tuple[int, ...]
+        self,
+        values: Sequence[Value | None],
+        channel: Channel,
+        shape: tuple[int, ...],
     ) -> Any:
         return _stack(values, channel, shape)
 
@@ -235,7 +240,10 @@ class _PointsKind(_ArrayKind):
             yield "columns must name the columns of a point"
 
     def collate(
-        self, values: Sequence[Value | None], _channel: Channel, _shape: tuple[int, ...]
+        self,
+        values: Sequence[Value | None],
+        _channel: Channel,
+        _shape: tuple[int, ...],
     ) -> list[Any]:
         return list(values)
 
@@ -278,7 +286,10 @@ class _TokensKind(_ArrayKind):
         return tokens
 
     def collate(
-        self, values: Sequence[Value | None], channel: Channel, shape: tuple[int, ...]
+        self,
+        values: Sequence[Value | None],
+        channel: Channel,
+        shape: tuple[int, ...],
     ) -> Any:
         if channel.shape[0] is not None:
             return _stack(values, channel, shape)
@@ -343,7 +354,10 @@ class _RaggedKind(Kind):
         return {name: arrays[name] for name in specs}
 
     def collate(
-        self, values: Sequence[Value | None], channel: Channel, _shape: tuple[int, ...]
+        self,
+        values: Sequence[Value | None],
+        channel: Channel,
+        _shape: tuple[int, ...],
     ) -> dict[str, list[Any]]:
         return {
             spec.name: [None if value is None else value[spec.name] for value in values]
@@ -497,7 +511,10 @@ class _ImageKind(Kind):
                 )
 
     def collate(
-        self, values: Sequence[Value | None], channel: Channel, shape: tuple[int, ...]
+        self,
+        values: Sequence[Value | None],
+        channel: Channel,
+        shape: tuple[int, ...],
     ) -> Any:
         return _stack(values, channel, shape)
 

@@ -84,7 +84,10 @@ def logits_store(text: str) -> tuple[str, int] | None:
 
 
 def logits_entry(
-    name: str, store: tuple[str, int], length: int | None, size: int
+    name: str,
+    store: tuple[str, int],
+    length: int | None,
+    size: int,
 ) -> dict[str, Any]:
     """Return the entry of the table for logits [length, size], stored as `logits_store` says;
     None: lengths differ.
@@ -316,7 +319,13 @@ def _check_size(positions: int, code: _Code) -> None:
         raise SchemaError(f"channel '{code.name}' has {positions} positions and {text}")
 
 
-def _part(part: Any, code: _Code, name: str, kinds: str, shape: tuple[int, ...]) -> NDArray[Any]:
+def _part(
+    part: Any,
+    code: _Code,
+    name: str,
+    kinds: str,
+    shape: tuple[int, ...],
+) -> NDArray[Any]:
     array = np.asarray(part)
     if array.dtype.kind not in kinds or array.shape != shape:
         type_words = {"iu": "integers", "f": "floats", "b": "bool"}[kinds]

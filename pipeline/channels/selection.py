@@ -98,7 +98,9 @@ def select(channels: Sequence[Channel], names: Sequence[str], where: str) -> tup
 
 
 def decode_values(
-    members: Mapping[str, Buffer], channels: Sequence[Channel], key: str
+    members: Mapping[str, Buffer],
+    channels: Sequence[Channel],
+    key: str,
 ) -> dict[str, Any]:
     """Return the value of each channel by name, None where the sample lacks an optional one.
 

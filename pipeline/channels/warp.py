@@ -154,7 +154,13 @@ def _axis(places: F64, size: int, inside: Mask) -> _Axis:
     )
 
 
-def _look_up(raster: NDArray[Any], axes: list[_Axis], *, linear: bool, fill: float) -> NDArray[Any]:
+def _look_up(
+    raster: NDArray[Any],
+    axes: list[_Axis],
+    *,
+    linear: bool,
+    fill: float,
+) -> NDArray[Any]:
     """Look up elements of the raster's first axes: one axis, or two whose places are a line each
     or a plane of both.
     """

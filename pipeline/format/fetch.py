@@ -120,7 +120,12 @@ def fetch_dataset(
     return folder, manifest, source
 
 
-def _store(source: RemoteFolder, manifest: Manifest, data: bytes, folder: Path) -> None:
+def _store(
+    source: RemoteFolder,
+    manifest: Manifest,
+    data: bytes,
+    folder: Path,
+) -> None:
     """Bring what is not here yet; ``data`` is the manifest's file."""
     make_folder(folder.parent.parent, restrict=False)
     make_folder(folder.parent)

@@ -580,7 +580,12 @@ def broken_sweeps(sweeps: Sweeps, channel: str, rig: Rig) -> Iterator[str]:
         yield from _first(~are_rigid(poses), "lidar2global", poses, _POSE_WORDS)
 
 
-def _first(bad: Mask, name: str, values: NDArray[Any], words: str) -> Iterable[str]:
+def _first(
+    bad: Mask,
+    name: str,
+    values: NDArray[Any],
+    words: str,
+) -> Iterable[str]:
     """Return a text on the first row of an array that is bad; ``bad`` has its shape, or that of
     its first axes.
     """

@@ -72,7 +72,13 @@ class Scratch(threading.local):
     def __init__(self) -> None:
         self.arrays: dict[str, Picture] = {}
 
-    def take(self, name: str, height: int, width: int, channels: int) -> Picture:
+    def take(
+        self,
+        name: str,
+        height: int,
+        width: int,
+        channels: int,
+    ) -> Picture:
         """Return an uninitialised uint8 (height, width, channels)."""
         num_bytes = height * width * channels
         array = self.arrays.get(name)
@@ -299,7 +305,10 @@ def _job(image: ScaledImage, data: U8) -> _Job:
 
 
 def _function(
-    library: ctypes.CDLL, name: str, result: type | None, *arguments: type
+    library: ctypes.CDLL,
+    name: str,
+    result: type | None,
+    *arguments: type,
 ) -> ctypes._NamedFuncPointer:
     function = library[name]
     function.restype = result

@@ -99,7 +99,11 @@ class BalancedOrder(RegroupedOrder):
 
 
 def order_batching(
-    order: EndlessOrder, global_batch: int, world: World, *, drop_last: bool
+    order: EndlessOrder,
+    global_batch: int,
+    world: World,
+    *,
+    drop_last: bool,
 ) -> Batching:
     """Return the batches of epoch 0 of an order; of others see `Batching.of_epoch`.
 
@@ -147,7 +151,10 @@ def check_micro_batches(order: EndlessOrder, batching: Batching) -> None:
 
 
 def rank_positions(
-    order: EndlessOrder, in_order: Epoch, batching: Batching, step: int
+    order: EndlessOrder,
+    in_order: Epoch,
+    batching: Batching,
+    step: int,
 ) -> tuple[I64, Mask]:
     """Return this rank's positions in a step, dealt where the order balances, and which are no
     padding: (rank_batch,).

@@ -229,7 +229,9 @@ def spread_costs(
 
 
 def select_samples(
-    spec: OrderSpec, inputs: OrderInputs, window: Window | None = None
+    spec: OrderSpec,
+    inputs: OrderInputs,
+    window: Window | None = None,
 ) -> Rows | None:
     """Return the samples that filter, subset, layers and window leave, ascending; None: all.
 
@@ -284,7 +286,10 @@ def _intersect(selectors: Sequence[tuple[str, Rows]]) -> Rows | None:
 
 
 def arrange(
-    spec: OrderSpec, inputs: OrderInputs, rows: Rows | None, global_batch: int | None = None
+    spec: OrderSpec,
+    inputs: OrderInputs,
+    rows: Rows | None,
+    global_batch: int | None = None,
 ) -> EndlessOrder:
     """Return the order of the selected ``rows`` (None: all): in lanes, in stages, mixed, weighted
     or plain. Its identity has what the arrangement adds to that of the specification.
@@ -502,7 +507,10 @@ def compile_mix(
     """
 
     def compile_one(
-        number: int, name: str, part_spec: OrderSpec, unknown: set[str]
+        number: int,
+        name: str,
+        part_spec: OrderSpec,
+        unknown: set[str],
     ) -> EndlessOrder:
         return compile_order(
             part_spec,

@@ -157,7 +157,11 @@ class Filter:
                 raise self._refuse(node, f"a condition is needed here, not {_describe(node)}")
 
     def _comparison(
-        self, left: ast.expr, operator: ast.cmpop, right: ast.expr, depth: int
+        self,
+        left: ast.expr,
+        operator: ast.cmpop,
+        right: ast.expr,
+        depth: int,
     ) -> pc.Expression:
         value = self._value(left, depth)
         match operator, right:

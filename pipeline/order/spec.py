@@ -344,7 +344,13 @@ class _Windowed:
         "_window_starts",
     )
 
-    def __init__(self, shard_lengths: Sequence[int], window: int, seed: int, epoch: int) -> None:
+    def __init__(
+        self,
+        shard_lengths: Sequence[int],
+        window: int,
+        seed: int,
+        epoch: int,
+    ) -> None:
         stored = np.array(shard_lengths, dtype=np.int64)
         shards = KeyedPermutation(len(stored), derive_key("order windowed shards", seed, epoch))(
             np.arange(len(stored))

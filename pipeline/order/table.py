@@ -79,7 +79,9 @@ class OrderedRows:
         tables: dict[str, Table] = {}
 
         def compile_one(
-            name: str, part_spec: OrderSpec, unknown: set[str] | None = None
+            name: str,
+            part_spec: OrderSpec,
+            unknown: set[str] | None = None,
         ) -> EndlessOrder:
             part_data = data if mix is None else data[name]  # type: ignore[index]
             table = tables[name] = Table(part_data, part_spec, blocks, window)

@@ -89,7 +89,14 @@ class Observer(Protocol):
     stage name ``wait``.
     """
 
-    def __call__(self, stage: str, item: int, batch: int, begin_s: float, end_s: float) -> None:
+    def __call__(
+        self,
+        stage: str,
+        item: int,
+        batch: int,
+        begin_s: float,
+        end_s: float,
+    ) -> None:
         """Take note that one item went through one stage."""
 
 
@@ -393,7 +400,9 @@ def _run(crew: _Crew, number: int) -> None:
 
 
 def _take_group(
-    inbox: Source | Link, size: int | Callable[[Any], int], number: int
+    inbox: Source | Link,
+    size: int | Callable[[Any], int],
+    number: int,
 ) -> tuple[int, Any]:
     """Take group ``number``, of up to ``size`` items, with its number.
 

@@ -227,7 +227,10 @@ def save_npy(path: Path, array: NDArray[Any]) -> None:
 
 @contextlib.contextmanager
 def published(
-    path: Path, temporary: Path | None = None, *, sync: bool = True
+    path: Path,
+    temporary: Path | None = None,
+    *,
+    sync: bool = True,
 ) -> Iterator[BinaryIO]:
     """Write a file under another name, in the folder ``temporary`` (default: its own), and rename
     it at the end.

@@ -250,7 +250,13 @@ class ImageAugment(Settings, frozen=True):
             degrees=degrees,
         )
 
-    def _crop(self, size: tuple[int, int], share: float, u_x: float, u_y: float) -> tuple[int, int]:
+    def _crop(
+        self,
+        size: tuple[int, int],
+        share: float,
+        u_x: float,
+        u_y: float,
+    ) -> tuple[int, int]:
         """Return left and top of the final size in a resized one; ``share`` of its height is
         left out below.
         """

@@ -108,7 +108,13 @@ class ImageMap:
             self.visible,
         )
 
-    def crop(self, left: int, top: int, width: int, height: int) -> ImageMap:
+    def crop(
+        self,
+        left: int,
+        top: int,
+        width: int,
+        height: int,
+    ) -> ImageMap:
         """Take the rectangle of the current canvas; what is outside of the canvas becomes black
         padding.
         """
@@ -348,7 +354,13 @@ def _intersect(a: Rectangle, b: Rectangle) -> Rectangle:
     return max(a[0], b[0]), max(a[1], b[1]), min(a[2], b[2]), min(a[3], b[3])
 
 
-def _covered(scale: float, offset: float, low: float, high: float, size: int) -> tuple[int, int]:
+def _covered(
+    scale: float,
+    offset: float,
+    low: float,
+    high: float,
+    size: int,
+) -> tuple[int, int]:
     """Return the output pixels [first, last) whose centre maps into [low, high] of the source,
     on one axis.
     """

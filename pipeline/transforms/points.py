@@ -72,7 +72,14 @@ class PointSweeps(CheckedSettings, frozen=True):
             () if RING in stored else ("dt_s",)
         )
 
-    def chosen(self, num_stored: int, *, seed: int, epoch: int, sample: int) -> list[int]:
+    def chosen(
+        self,
+        num_stored: int,
+        *,
+        seed: int,
+        epoch: int,
+        sample: int,
+    ) -> list[int]:
         """Return the selected earlier sweeps, the latest (0) first."""
         num = min(self.num_sweeps - 1, num_stored)
         if self.choose == "latest" or num == num_stored:

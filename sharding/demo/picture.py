@@ -217,7 +217,12 @@ def visible_shares(clip: SynthClip, solids: list[Solid], capture_us: int) -> dic
     }
 
 
-def render(clip: SynthClip, camera: RigSensor, solids: list[Solid], exposure_us: int) -> U8:
+def render(
+    clip: SynthClip,
+    camera: RigSensor,
+    solids: list[Solid],
+    exposure_us: int,
+) -> U8:
     """Return the picture (H, W, 3), RGB, taken at ``exposure_us``.
 
     Sides of blocks are filled as polygons, what may hide others after these. Texture is noise.

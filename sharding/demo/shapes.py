@@ -70,7 +70,10 @@ def _list_corners(block: Block) -> F64:
 
 
 def _make_block(
-    x: tuple[float, float], z: tuple[float, float], half: float, material: str
+    x: tuple[float, float],
+    z: tuple[float, float],
+    half: float,
+    material: str,
 ) -> Block:
     return Block((x[0], -half, z[0]), (x[1], half, z[1]), material)
 

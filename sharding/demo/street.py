@@ -274,7 +274,10 @@ def _make_actor(
 
 
 def _place_vehicles(
-    draw: np.random.Generator, start: float, end: float, ego_mps: float
+    draw: np.random.Generator,
+    start: float,
+    end: float,
+    ego_mps: float,
 ) -> Iterator[Actor]:
     mix = ["vehicle.car"] * 8 + ["vehicle.truck"] * 2 + ["vehicle.bus.rigid", "vehicle.motorcycle"]
     for lane, direction in ((-0.5, 1), (-1.5, 1), (0.5, -1), (1.5, -1)):
@@ -433,7 +436,10 @@ def check_times(duration_s: float) -> list[float]:
 
 
 def footprint_track(
-    actor: Actor, road: Road, times_s: Sequence[float], margin_m: float = 0.0
+    actor: Actor,
+    road: Road,
+    times_s: Sequence[float],
+    margin_m: float = 0.0,
 ) -> F64:
     """Return the footprints (T, 4, 2) of an actor at the given times, grown by ``margin_m`` in
     length and width.

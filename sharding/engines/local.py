@@ -118,7 +118,12 @@ class LocalEngine:
                 pool.shutdown(cancel_futures=True)
 
 
-def _start_worker(job: WriteJob, written: Any, lock: Any, stop: Any) -> None:
+def _start_worker(
+    job: WriteJob,
+    written: Any,
+    lock: Any,
+    stop: Any,
+) -> None:
     """Set up a worker: its writer, its progress counter, and its stop signal."""
 
     def pulse(num_bytes: int) -> None:

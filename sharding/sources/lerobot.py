@@ -489,7 +489,11 @@ class LeRobot(VideoSource[VideoSettings]):
             )
 
     def _make_image(
-        self, episode: _Episode, feature: str, time_s: float, row: int
+        self,
+        episode: _Episode,
+        feature: str,
+        time_s: float,
+        row: int,
     ) -> Image | Absent:
         time_ns = round(time_s * 1e9)
         if feature in episode.videos:
@@ -614,7 +618,12 @@ def _fill_path(template: str, values: Mapping[str, Any]) -> str:
     return _FIELD.sub(text, template)
 
 
-def _read_array(table: pa.Table, name: str, shape: tuple[int, ...], where: str) -> NDArray[Any]:
+def _read_array(
+    table: pa.Table,
+    name: str,
+    shape: tuple[int, ...],
+    where: str,
+) -> NDArray[Any]:
     """Return a column of numbers as an array (rows, *shape); raise SourceError where it is no
     such column.
     """

@@ -408,7 +408,10 @@ class WebDataset(FrameSource[WebDatasetSettings]):
             yield from group(tar, _iter_keyed(members, noted), where, read)
 
     def _unpack_tar(
-        self, tar: str, read: dict[str, _Read], noted: Counter[str]
+        self,
+        tar: str,
+        read: dict[str, _Read],
+        noted: Counter[str],
     ) -> Iterator[Member]:
         """Yield the members of a compressed tar; keep the needed part of each in ``read``."""
         json = f".{self.given.meta}"
@@ -684,7 +687,12 @@ def _gather_samples(
     yield from samples.values()
 
 
-def _add_member(sample: _Sample, extension: str, member: Member, where: str) -> None:
+def _add_member(
+    sample: _Sample,
+    extension: str,
+    member: Member,
+    where: str,
+) -> None:
     if extension in sample.members:
         raise SourceError(f"{where}: key '{sample.key}' has .{extension} twice")
     sample.members[extension] = member

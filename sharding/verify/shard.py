@@ -405,7 +405,10 @@ class _FramedCheck(ShardCheck):
             self._fault("the last frame is not the end of the archive", position)
 
     def _read_members(
-        self, stored: memoryview, frame: Frame, key: str | None = None
+        self,
+        stored: memoryview,
+        frame: Frame,
+        key: str | None = None,
     ) -> list[FoundMember] | None:
         """Return the members in a frame; None where it cannot be decoded."""
         try:

@@ -64,7 +64,9 @@ class BreakEven(msgspec.Struct, frozen=True):
 
 
 def break_even(
-    table: ScanTable, source: FrameSource[Any], images: ImageRecipe | None
+    table: ScanTable,
+    source: FrameSource[Any],
+    images: ImageRecipe | None,
 ) -> BreakEven | None:
     """Estimate what the frames of video in a scan table cost; None where there are none in files of
     this machine.

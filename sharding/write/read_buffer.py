@@ -125,7 +125,13 @@ class ReadBuffer:
             *self._with_rest(begin, end, limit, b"".join(small)),
         ]
 
-    def _with_rest(self, begin: int, end: int, limit: int, rest: bytes) -> list[Buffer]:
+    def _with_rest(
+        self,
+        begin: int,
+        end: int,
+        limit: int,
+        rest: bytes,
+    ) -> list[Buffer]:
         """Return a run and what follows it: in one piece where that ends in front of the next
         file's data.
         """

@@ -393,7 +393,12 @@ def _load_index(folder: Path, number: int) -> _Index | None:
     return None
 
 
-def _rewrite_table(scan_table: Path, target: Path, folder: Path, staged: set[int]) -> None:
+def _rewrite_table(
+    scan_table: Path,
+    target: Path,
+    folder: Path,
+    staged: set[int],
+) -> None:
     """Copy the scan table, with references to staged clips and the sizes that members have
     there.
     """

@@ -218,7 +218,12 @@ class _Texts(NamedTuple):
         return str(self.utf8[self.starts[row] : self.starts[row + 1]], "utf-8")
 
 
-def _kinds(names: Sequence[str], codecs: Sequence[str], name: bytes, codec: bytes) -> MemberKinds:
+def _kinds(
+    names: Sequence[str],
+    codecs: Sequence[str],
+    name: bytes,
+    codec: bytes,
+) -> MemberKinds:
     """Return a list of names and codecs by the numbers that stand for them, 16 bits each."""
     member_names = [names[number] for number in memoryview(name).cast("h")]
     return member_kinds(

@@ -220,7 +220,10 @@ def _fit_rigid(where: str, **values: F64) -> dict[str, F64]:
 
 
 def _find_unique(
-    items: Sequence[Any], name: str, size: int, where: str
+    items: Sequence[Any],
+    name: str,
+    size: int,
+    where: str,
 ) -> tuple[F64, NDArray[np.intp]]:
     """Return the distinct matrices (U, size, size) of P items, NaN for None, and of each item its
     number (P,).

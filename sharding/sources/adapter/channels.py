@@ -175,7 +175,9 @@ def _join_forms(first_form: _Form, second_form: _Form) -> _Form:
 
 
 def clip_series(
-    channels: Sequence[Channel], clip: Clip, frames: Sequence[Frame]
+    channels: Sequence[Channel],
+    clip: Clip,
+    frames: Sequence[Frame],
 ) -> dict[str, tuple[I64, NDArray[Any]]]:
     """Return times and values of each series that a clip has: its own, or of its frames, also of
     frames to leave out.
@@ -209,7 +211,9 @@ def clip_series(
 
 
 def value_members(
-    channels: Sequence[Channel], values: Mapping[str, Any], where: str
+    channels: Sequence[Channel],
+    values: Mapping[str, Any],
+    where: str,
 ) -> list[Reference]:
     """Return references of a frame's values; raise SourceError, naming ``where``, for one unlike
     its channel.

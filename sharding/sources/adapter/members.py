@@ -192,7 +192,10 @@ class MemberFinder:
     make_images: Callable[[Sequence[str]], Iterator[tuple[str, Buffer]]]
 
     def find(
-        self, where: str, frames: Sequence[Frame], has_pose: Mask
+        self,
+        where: str,
+        frames: Sequence[Frame],
+        has_pose: Mask,
     ) -> tuple[list[dict[str, Entry]], list[list[StampedReference]]]:
         """Return for each frame the image or sweep by channel, in rig order, or why it is missing.
 
@@ -284,7 +287,10 @@ class MemberFinder:
         return rows_found, members
 
     def _find_members(
-        self, place: str, frame: Frame, facts: Mapping[str, FileFacts | None]
+        self,
+        place: str,
+        frame: Frame,
+        facts: Mapping[str, FileFacts | None],
     ) -> list[StampedReference]:
         found_members = []
         for member in frame.members:
@@ -370,7 +376,11 @@ class MemberFinder:
             )
 
     def _find_image(
-        self, place: str, channel: str, image: Image, known_files: _KnownFiles
+        self,
+        place: str,
+        channel: str,
+        image: Image,
+        known_files: _KnownFiles,
     ) -> Entry:
         if not (0 <= image.width <= LARGEST_IMAGE and 0 <= image.height <= LARGEST_IMAGE):
             stated = (
@@ -453,7 +463,11 @@ class MemberFinder:
         return StampedReference(Reference(name, image.ref, num_bytes, *size), file_facts.stamp)
 
     def _find_sweep(
-        self, place: str, channel: str, sweep: Sweep, known_files: _KnownFiles
+        self,
+        place: str,
+        channel: str,
+        sweep: Sweep,
+        known_files: _KnownFiles,
     ) -> Entry:
         num_bytes = sweep.num_bytes
         stamp = ""

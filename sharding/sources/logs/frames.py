@@ -273,7 +273,11 @@ class FrameMaker:
         return info_topic
 
     def _make_image(
-        self, topic: str, row: int, stamps: list[int], models: list[CameraModel]
+        self,
+        topic: str,
+        row: int,
+        stamps: list[int],
+        models: list[CameraModel],
     ) -> Image | Absent:
         if row < 0:
             apart_s = self._apart.get(topic)

@@ -164,7 +164,13 @@ class LogIndex:
                 order = np.argsort(stamps, kind="stable")
                 self.signals[topic] = (stamps[order], values[order])
 
-    def _read_file(self, file: LogFile, cameras: set[str], lidars: set[str], poses: str) -> None:
+    def _read_file(
+        self,
+        file: LogFile,
+        cameras: set[str],
+        lidars: set[str],
+        poses: str,
+    ) -> None:
         topics = file.topics
         chosen = {*cameras, *lidars, *self._signals, *self.marks, poses}
         readers = {
@@ -271,7 +277,11 @@ class LogIndex:
             messages.clear()
 
     def marks_of(
-        self, pictures: str, topic: str, offset_ns: int, tolerance_ns: int
+        self,
+        pictures: str,
+        topic: str,
+        offset_ns: int,
+        tolerance_ns: int,
     ) -> dict[int, Marks]:
         """Return the boxes of pictures by row: each message belongs to the picture nearest to
         it, less its delay.
@@ -293,7 +303,11 @@ class LogIndex:
         return marked
 
     def _make_shot(
-        self, file: LogFile, topic: Topic, reader: Reader, message: Message
+        self,
+        file: LogFile,
+        topic: Topic,
+        reader: Reader,
+        message: Message,
     ) -> tuple[int, Shot]:
         picture = reader.picture(message)
         if reader.is_proto and not picture.stamp_ns and self._clock == "header":
@@ -455,7 +469,10 @@ class LogIndex:
         return mask
 
     def _drop_reset_edges(
-        self, topic: str, messages: Sequence[Message], parts: Sequence[Edges]
+        self,
+        topic: str,
+        messages: Sequence[Message],
+        parts: Sequence[Edges],
     ) -> list[Edges]:
         """Drop edges of a clock that was set back: frames of a topic have clocks of their own."""
         edges = []

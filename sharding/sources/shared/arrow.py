@@ -68,7 +68,9 @@ def names_in(files: SourceFiles, folder: str, *parts: str) -> list[str]:
 
 
 def read_feather(
-    files: SourceFiles, name: str, types: Mapping[str, pa.DataType]
+    files: SourceFiles,
+    name: str,
+    types: Mapping[str, pa.DataType],
 ) -> dict[str, NDArray[Any]]:
     """Read these columns of a feather file, in these types (:func:`columns`)."""
     data = read_file(files, name)
@@ -166,7 +168,9 @@ def byte_ranges(data: pa.Array, mapped: pa.Buffer, advice: str) -> list[tuple[in
 
 
 def columns(
-    table: pa.Table, where: str, types: Mapping[str, pa.DataType]
+    table: pa.Table,
+    where: str,
+    types: Mapping[str, pa.DataType],
 ) -> dict[str, NDArray[Any]]:
     """Return columns of a table by name, cast where no value changes; texts are arrays of objects,
     lists are rows.
@@ -217,7 +221,10 @@ def check_unique(names: Sequence[Any], where: str, noun: str) -> None:
 
 
 def unique_pairs(
-    table: Mapping[str, NDArray[Any]], names: tuple[str, str], where: str, noun: str
+    table: Mapping[str, NDArray[Any]],
+    names: tuple[str, str],
+    where: str,
+    noun: str,
 ) -> list[tuple[Any, Any]]:
     """Return the pairs of values of two columns; raise SourceError, naming ``where``, for one that
     is there twice.

@@ -238,7 +238,14 @@ class Findings:
         if self._counts[table] <= MOST_FINDINGS:
             self._texts.append(text)
 
-    def add_cause(self, table: str, cause: str, place: str, fault: str, remedy: str = "") -> None:
+    def add_cause(
+        self,
+        table: str,
+        cause: str,
+        place: str,
+        fault: str,
+        remedy: str = "",
+    ) -> None:
         """Note a finding of one ``cause``, whose places are one finding: the first is shown, with
         their number.
 

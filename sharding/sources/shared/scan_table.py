@@ -352,7 +352,12 @@ class ScanWriter:
         self._pending_stamps = []
 
 
-def _check_cap(name: str, place: str, num_bytes: int, key: str) -> None:
+def _check_cap(
+    name: str,
+    place: str,
+    num_bytes: int,
+    key: str,
+) -> None:
     if num_bytes > member_cap(name):
         raise SourceError(
             f"'{place}' ({name} of sample {key}) has {num_bytes} bytes; such a member has "

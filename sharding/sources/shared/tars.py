@@ -253,7 +253,12 @@ def _iter_regular_files(
 
 
 def _look_at_end(
-    file: BinaryIO, end: int, num_bytes: int, *, where: str, ignore_zeros: bool
+    file: BinaryIO,
+    end: int,
+    num_bytes: int,
+    *,
+    where: str,
+    ignore_zeros: bool,
 ) -> tuple[int | None, str]:
     """Return where another tar begins behind the end of one, None for nowhere, and what is wrong
     with the end.

@@ -145,7 +145,9 @@ def check_decoder(where: str) -> None:
 
 
 def video_frames(
-    path: str, numbers: Iterable[int], form: JpegForm = _AS_DECODED
+    path: str,
+    numbers: Iterable[int],
+    form: JpegForm = _AS_DECODED,
 ) -> Iterator[tuple[int, bytes]]:
     """Yield these frames of a video file with their numbers, as JPEG, in the order of presentation.
 
@@ -358,7 +360,10 @@ class StreamDecoder:
         self.num_decoded = 0
 
     def push(
-        self, number: int, data: Buffer, frame_numbers: set[int]
+        self,
+        number: int,
+        data: Buffer,
+        frame_numbers: set[int],
     ) -> Iterator[tuple[int, bytes]]:
         """Decode the packet of frame ``number``; yield what is ready of the wanted frames, with
         their numbers.

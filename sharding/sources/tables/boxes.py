@@ -160,7 +160,10 @@ def _collect_columns(rows: Rows) -> dict[str, Any]:
 
 
 def _make_box_rows(
-    values: dict[str, Any], part: slice | NDArray[np.intp], *, in_global: bool
+    values: dict[str, Any],
+    part: slice | NDArray[np.intp],
+    *,
+    in_global: bool,
 ) -> BoxRows:
     chosen: dict[str, Any] = {}
     for name, column in values.items():

@@ -58,7 +58,12 @@ class RowCalibration(NamedTuple):
 
 
 def read_calibration(
-    rows: Rows, prefix: str, pose: str, *, is_corner: bool, is_flu: bool
+    rows: Rows,
+    prefix: str,
+    pose: str,
+    *,
+    is_corner: bool,
+    is_flu: bool,
 ) -> list[RowCalibration]:
     """Read the columns under ``prefix``; ``pose`` is the name of the transform from the sensor to
     ego.

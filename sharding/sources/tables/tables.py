@@ -83,7 +83,12 @@ def table_schema(files: SourceFiles, name: str, type_of: TypeOf) -> pa.Schema:
         return next(_iter_batches(file, f"{files.shown}/{name}", type_of, Counter())).schema
 
 
-def has_text(files: SourceFiles, name: str, text: str, is_searched: Callable[[str], bool]) -> bool:
+def has_text(
+    files: SourceFiles,
+    name: str,
+    text: str,
+    is_searched: Callable[[str], bool],
+) -> bool:
     """Return whether a text occurs in a table: in these columns of Parquet, anywhere in the
     other forms.
     """
@@ -241,7 +246,10 @@ def _open_table(files: SourceFiles, name: str) -> pa.NativeFile:
 
 
 def read_batches(
-    files: SourceFiles, name: str, type_of: TypeOf, noted: Counter[str]
+    files: SourceFiles,
+    name: str,
+    type_of: TypeOf,
+    noted: Counter[str],
 ) -> Iterator[pa.RecordBatch]:
     """Yield the rows of a file as :func:`regrouped` does; raise SourceError for one that is
     damaged.
@@ -256,7 +264,10 @@ def read_batches(
 
 
 def _iter_batches(
-    file: pa.NativeFile, name: str, type_of: TypeOf, noted: Counter[str]
+    file: pa.NativeFile,
+    name: str,
+    type_of: TypeOf,
+    noted: Counter[str],
 ) -> Iterator[pa.RecordBatch]:
     if name.endswith(".parquet"):
         opened = _open_parquet(file, name)
@@ -389,7 +400,10 @@ def _cast_exactly(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray
 
 
 def _read_json_tables(
-    file: pa.NativeFile, name: str, type_of: TypeOf, noted: Counter[str]
+    file: pa.NativeFile,
+    name: str,
+    type_of: TypeOf,
+    noted: Counter[str],
 ) -> Iterator[pa.Table]:
     """Yield tables of whole lines; the first one settles names and types of all columns.
 
@@ -424,7 +438,11 @@ def _read_json_tables(
 
 
 def _read_json_table(
-    block: bytes, name: str, row: int, schema: pa.Schema | None, type_of: TypeOf
+    block: bytes,
+    name: str,
+    row: int,
+    schema: pa.Schema | None,
+    type_of: TypeOf,
 ) -> pa.Table:
     try:
         str(block, "utf-8")  # Arrow takes any bytes, and fails where they become texts

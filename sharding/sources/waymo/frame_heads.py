@@ -493,7 +493,10 @@ def image_rows(boxes: F64, category: list[str], track: list[str]) -> ImageBoxRow
 
 
 def read_labels(
-    frames: Sequence[Sequence[bytes]], where: str, *, camera_synced: bool
+    frames: Sequence[Sequence[bytes]],
+    where: str,
+    *,
+    camera_synced: bool,
 ) -> Iterator[BoxRows]:
     """Yield boxes of the ``laser_labels`` of each frame; with ``camera_synced`` those that a camera
     sees, at that time.

@@ -190,7 +190,12 @@ def check_compression(compression: str, where: str) -> None:
         )
 
 
-def inflated(data: bytes, compression: str, size: int, where: str) -> bytes:
+def inflated(
+    data: bytes,
+    compression: str,
+    size: int,
+    where: str,
+) -> bytes:
     """Decompress zstd, lz4 or bz2 to the stated size, of which no more is made; anything else is
     not compressed.
 

@@ -251,7 +251,10 @@ class McapFile(LogFile):
             )
 
     def _walk_chunk(
-        self, chunk: Chunk, topics: frozenset[str], whole_topics: frozenset[str]
+        self,
+        chunk: Chunk,
+        topics: frozenset[str],
+        whole_topics: frozenset[str],
     ) -> Iterator[Message]:
         """Yield the messages of a chunk, which is read whole; note its schemas and channels."""
         try:

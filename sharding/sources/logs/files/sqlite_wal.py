@@ -61,7 +61,12 @@ def wal_of(database: Path) -> Path | None:
     return None if is_empty else wal
 
 
-def merge_wal(database: Path, wal: Path, copy: Path, where: str) -> int:
+def merge_wal(
+    database: Path,
+    wal: Path,
+    copy: Path,
+    where: str,
+) -> int:
     """Write a copy of a file with all whole writes of its log in it; return the bytes of the rest.
 
     Raises SourceError, naming ``where``, for a log of which nothing can be read, and for files

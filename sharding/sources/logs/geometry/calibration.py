@@ -48,7 +48,11 @@ class CameraModel(NamedTuple):
 
 
 def camera_models(
-    index: LogIndex, channel: str, topic: str, info_topic: str, ego: str
+    index: LogIndex,
+    channel: str,
+    topic: str,
+    info_topic: str,
+    ego: str,
 ) -> list[CameraModel]:
     """Return a camera's models in the order of time; raise SourceError for an unknown lens."""
     where = f"log '{index.name}', {channel}: {info_topic}"
@@ -65,7 +69,13 @@ def camera_models(
     return models
 
 
-def camera_model(where: str, info: CameraInfo, cam2ego: F64, *, is_rectified: bool) -> CameraModel:
+def camera_model(
+    where: str,
+    info: CameraInfo,
+    cam2ego: F64,
+    *,
+    is_rectified: bool,
+) -> CameraModel:
     """Return the model of raw or rectified pictures; raise SourceError for an unknown lens."""
     if (
         len(info.k) != 9

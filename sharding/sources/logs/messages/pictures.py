@@ -126,7 +126,12 @@ def raw_fault(picture: Picture) -> str:
     )
 
 
-def raw_jpeg(data: Buffer, picture: Picture, where: str, levels: tuple[int, int] = FULL) -> bytes:
+def raw_jpeg(
+    data: Buffer,
+    picture: Picture,
+    where: str,
+    levels: tuple[int, int] = FULL,
+) -> bytes:
     """Encode a raw picture as JPEG of quality 95 without subsampled chroma; raises SourceError.
 
     ``levels`` are the values of 16 bits that become 0 and 255.

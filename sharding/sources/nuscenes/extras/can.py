@@ -132,7 +132,10 @@ class CanBus:
         self.channels = tuple(can_channel(message, series=has_series) for message in MESSAGES)
 
     def series(
-        self, files: SourceFiles, scene: str, times_ns: Sequence[int]
+        self,
+        files: SourceFiles,
+        scene: str,
+        times_ns: Sequence[int],
     ) -> tuple[
         tuple[str, ...],
         dict[str, tuple[I64, F64]],

@@ -112,7 +112,13 @@ class RadarFiles(msgspec.Struct, frozen=True, tag="radar"):
 class Radars:
     """All radars that have keyframes, by name."""
 
-    def __init__(self, tables: Tables, disk: Disk, keyframes: Keyframes, num_sweeps: int) -> None:
+    def __init__(
+        self,
+        tables: Tables,
+        disk: Disk,
+        keyframes: Keyframes,
+        num_sweeps: int,
+    ) -> None:
         """Take the number of earlier sweeps of each radar that come with a keyframe's own
         (``num_sweeps``).
         """
