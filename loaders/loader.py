@@ -859,7 +859,10 @@ def _choose_samples(
     if transforms.box_frame == "lidar":
         require_lidar(schedule.sources)
     return schedule, order_batching(
-        schedule.where.order, global_batch, world, drop_last=options.drop_last
+        schedule.where.order,
+        global_batch,
+        world,
+        drop_last=options.drop_last,
     )
 
 

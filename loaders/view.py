@@ -112,7 +112,9 @@ def _stored(
     cameras_of: dict[tuple[int, int], list[str]] = {}
     absent: list[str] = []
     for camera, (width, height) in zip(
-        dataset.manifest.cameras, sample.geometry.img_wh.tolist(), strict=True
+        dataset.manifest.cameras,
+        sample.geometry.img_wh.tolist(),
+        strict=True,
     ):
         if camera.channel in sample.images:
             cameras_of.setdefault((width, height), []).append(camera.channel)

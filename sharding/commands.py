@@ -246,7 +246,9 @@ def run_verify(args: argparse.Namespace) -> int:
             workers=options.workers,
             repair=options.repair,
             progress=lambda shard, number: update(
-                total=number, advance=1, description=f"checked {shard.name}"
+                total=number,
+                advance=1,
+                description=f"checked {shard.name}",
             ),
             before_repair=lambda damage: sys.stderr.write(damage.as_text()),
         )

@@ -409,11 +409,19 @@ def _start_run(
         out.remove(MANIFEST_FILE)
         # The state comes first, so that a dictionary in OUT is that of this recipe.
         return None, train_or_load_dictionary(
-            out, recipe=scan.recipe, finished=None, table=scan.table, rows=rows
+            out,
+            recipe=scan.recipe,
+            finished=None,
+            table=scan.table,
+            rows=rows,
         )
     # The dictionary comes first: it may be the one file that is damaged.
     dictionary = train_or_load_dictionary(
-        out, recipe=scan.recipe, finished=finished, table=scan.table, rows=rows
+        out,
+        recipe=scan.recipe,
+        finished=finished,
+        table=scan.table,
+        rows=rows,
     )
     manifest = if_whole(out, finished)
     if manifest is None:

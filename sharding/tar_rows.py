@@ -124,7 +124,10 @@ class TarRows:
             )
         item: dict[str, Any] = {"__key__": self.keys[row]}
         for number, first, last in zip(
-            self._extensions[members], offsets - begin, ends - begin, strict=True
+            self._extensions[members],
+            offsets - begin,
+            ends - begin,
+            strict=True,
         ):
             item[self._extension_names[number]] = data[first:last]
         if self._transform is None:

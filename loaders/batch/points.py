@@ -51,7 +51,9 @@ class Accumulation(NamedTuple):
             )
         except SchemaError as error:
             raise SchemaError(
-                error.message, key=sample.key, member=f"{channel}{SWEEPS_FIELD}"
+                error.message,
+                key=sample.key,
+                member=f"{channel}{SWEEPS_FIELD}",
             ) from error
         return dataclasses.replace(sample, points={**sample.points, channel: cloud})
 

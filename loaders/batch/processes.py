@@ -74,7 +74,10 @@ class _Pool:
         # Before multiprocessing terminates what is left, and only in the process that started the
         # workers.
         self.end = multiprocessing.util.Finalize(
-            self, _end_workers, (self._all, self.idle), exitpriority=10
+            self,
+            _end_workers,
+            (self._all, self.idle),
+            exitpriority=10,
         )
 
     def start(self, setup: bytes) -> _Worker:

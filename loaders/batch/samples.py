@@ -301,7 +301,9 @@ def decode(
             if earlier is not None:
                 for view_images in images:
                     for image, source in zip(
-                        view_images[number], view_images[earlier], strict=True
+                        view_images[number],
+                        view_images[earlier],
+                        strict=True,
                     ):
                         image[:] = source
                 continue

@@ -498,7 +498,10 @@ class BatchDecode:
             for index, parsed in enumerate(_list_views(samples)):
                 for sample, planes in zip(parsed.samples, slot.frames(index), strict=True):
                     for image, channel, change in zip(
-                        planes, self._cameras, parsed.changes, strict=True
+                        planes,
+                        self._cameras,
+                        parsed.changes,
+                        strict=True,
                     ):
                         if channel in sample.images:
                             change_pixels(image, change, self._fill)

@@ -498,7 +498,9 @@ class DaliDecoder:
                 view_window = window
                 if num_views > 1:
                     view_window = fn.external_source(
-                        name=f"window{number}", dtype=types.INT32, ndim=1
+                        name=f"window{number}",
+                        dtype=types.INT32,
+                        ndim=1,
                     )
                 if self._on_gpu:
                     start = start + view_window[0:2]

@@ -60,7 +60,11 @@ def read_pixels(encoded: Buffer, colours: str, out: Picture) -> None:
     height, width = out.shape[:2]
     try:
         image: Picture = simplejpeg.decode_jpeg(
-            encoded, colours, min_height=height, min_width=width, buffer=out
+            encoded,
+            colours,
+            min_height=height,
+            min_width=width,
+            buffer=out,
         )
     except ValueError as error:
         if "subsampling" in str(error):

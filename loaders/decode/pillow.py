@@ -135,12 +135,21 @@ class PillowDecoder:
         parts = ((0, info.height),) * len(rows)
         if info.restart_interval:
             encoded, top, height, parts = splice_views(
-                encoded, info=info, rows=rows, factor=1, scratch=self._scratch
+                encoded,
+                info=info,
+                rows=rows,
+                factor=1,
+                scratch=self._scratch,
             )
             info = info._replace(height=height)
         full_image = self._decode(encoded, info)
         for image_map, lens, scale, (begin, end), out in zip(
-            image_maps, lenses, scales, parts, outs, strict=True
+            image_maps,
+            lenses,
+            scales,
+            parts,
+            outs,
+            strict=True,
         ):
             image = (
                 full_image

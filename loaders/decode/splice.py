@@ -235,7 +235,10 @@ def splice_batch(
     table[:, 2] = room.ctypes.data + starts[:-1]
     native.cut_rows(table)
     for (index, _, cut), start, num_bytes in zip(
-        cuts, starts.tolist(), table[:, -1].tolist(), strict=False
+        cuts,
+        starts.tolist(),
+        table[:, -1].tolist(),
+        strict=False,
     ):
         if num_bytes:
             results[index] = SplicedRows(room[start : start + num_bytes].data, cut.top, cut.height)

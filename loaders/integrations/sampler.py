@@ -139,7 +139,10 @@ class BatchSampler:
 
             resolved = resolve_world(world)
         self._batching = order_batching(
-            self._rows.order, global_batch, resolved, drop_last=drop_last
+            self._rows.order,
+            global_batch,
+            resolved,
+            drop_last=drop_last,
         )
         self._identity = Identity(
             dataset=self._rows.described,

@@ -80,7 +80,10 @@ class _Link:
         """Iteration and number of the newest step that was asked for."""
         # Before multiprocessing terminates what is left, and only in the process that started it.
         self.end = multiprocessing.util.Finalize(
-            self, _end_process, (self.process, self.connection), exitpriority=10
+            self,
+            _end_process,
+            (self.process, self.connection),
+            exitpriority=10,
         )
         with _losses():
             self.connection.send_bytes(setup)

@@ -307,7 +307,11 @@ class _RemoteSession:
             cached = cache.open(index, row.length) if cache is not None else None
             if cached is not None:
                 pending[number] = partial(
-                    self._take_cached, cached, first + number, index=index, row=row
+                    self._take_cached,
+                    cached,
+                    first + number,
+                    index=index,
+                    row=row,
                 )
             else:
                 new[part] = [number]
@@ -324,7 +328,11 @@ class _RemoteSession:
                     index, row = rows[number]
                     self._ranges[index, row.offset, row.length] = pending_range
                     pending[number] = partial(
-                        self._take, pending_range, first + number, index=index, row=row
+                        self._take,
+                        pending_range,
+                        first + number,
+                        index=index,
+                        row=row,
                     )
         return [pending[number] for number in range(len(rows))]
 

@@ -284,7 +284,9 @@ def decode(
         decompressor = dictionary.zstd.decompressor
     try:
         raw: bytes = decompressor.decompress(
-            stored, max_output_size=expected, allow_extra_data=False
+            stored,
+            max_output_size=expected,
+            allow_extra_data=False,
         )
     except zstandard.ZstdError as error:
         raise CodecError(f"damaged zstd frame: {error}") from error

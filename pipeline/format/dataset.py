@@ -568,7 +568,12 @@ def read_members(
         )
     members: dict[str, memoryview] = {}
     for name, codec, offset, size, raw_bytes in zip(
-        names, kinds, offsets, stored_bytes, all_raw_bytes, strict=True
+        names,
+        kinds,
+        offsets,
+        stored_bytes,
+        all_raw_bytes,
+        strict=True,
     ):
         if fields_wanted is not None and name not in fields_wanted:
             continue

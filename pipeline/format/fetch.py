@@ -169,7 +169,9 @@ class RemoteFolder:
                 # fsspec's own wait for the next bytes is 300 s.
                 silence_s = retry.attempt_timeout_s
                 timeout = aiohttp.ClientTimeout(
-                    total=300, sock_connect=silence_s, sock_read=silence_s
+                    total=300,
+                    sock_connect=silence_s,
+                    sock_read=silence_s,
                 )
                 options = {
                     **(storage_options or {}),

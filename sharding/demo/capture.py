@@ -102,7 +102,10 @@ def record(world: SynthOptions, root: Path, capture: Capture) -> tuple[Capture, 
             image = render(clip, camera, solids, exposure_us)
             # As in nuScenes' own files, by their quantisation tables.
             encoded = simplejpeg.encode_jpeg(
-                image, quality=80, colorspace="RGB", colorsubsampling="420"
+                image,
+                quality=80,
+                colorspace="RGB",
+                colorsubsampling="420",
             )
             name = filename(world, clip, camera.channel, exposure_us, is_key_frame=True)
             (root / name).write_bytes(encoded)

@@ -384,7 +384,9 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
                     time = ordered[number]
                     ref = f"{folder}/sensors/cameras/{name}/{time}.jpg"
                     images[frame_number][name] = replace(
-                        calibration[name], ref=ref, timestamp_ns=time
+                        calibration[name],
+                        ref=ref,
+                        timestamp_ns=time,
                     )
         if not num_images:
             raise SourceError(

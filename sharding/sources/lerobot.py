@@ -579,7 +579,9 @@ class LeRobot(VideoSource[VideoSettings]):
                             f"has no images in column '{shortened(feature)}'",
                         ):
                             column = file.read_row_group(
-                                group, [feature], use_threads=False
+                                group,
+                                [feature],
+                                use_threads=False,
                             ).column(0)
                             images = (
                                 column.take([row - begin for row in chosen])

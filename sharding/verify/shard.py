@@ -264,7 +264,10 @@ class ShardCheck:
                     if name in sample.images
                 }
                 for member, text in check_members(
-                    members, self._manifest.extra_channels, sizes, deep=True
+                    members,
+                    self._manifest.extra_channels,
+                    sizes,
+                    deep=True,
                 ):
                     self._fault(f"member '{member}': {text}", row.offset, row.key)
                 for entry in row.members:

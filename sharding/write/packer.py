@@ -131,7 +131,10 @@ class ShardPacker:
                 xxh3=xxhash.xxh3_64_intdigest(data),
             )
             for (name, codec, raw), (_, data), offset in zip(
-                members, stored, packed.offsets, strict=True
+                members,
+                stored,
+                packed.offsets,
+                strict=True,
             )
         )
         row = IndexRow(

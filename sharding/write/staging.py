@@ -303,7 +303,12 @@ def stage_clips(
         stamp = int.from_bytes(hashlib.sha256(clip_stamps).digest()[:8])
         tasks.append(StageTask(number, clip.first_row, clip.num_samples, stamp))
     make_staging = partial(
-        Staging, spec=spec, images=images, scan_table=scan_table, bands=path, folder=folder
+        Staging,
+        spec=spec,
+        images=images,
+        scan_table=scan_table,
+        bands=path,
+        folder=folder,
     )
     if bands.num_done and not all(map(make_staging(num_done=bands.num_done).is_known, tasks)):
         # Finished shards may be made again.

@@ -79,7 +79,9 @@ def clip_boxes(
     report.unknown_points += num_unknown
     encoded: list[bytes | None] = [None] * len(rows)
     for (number_of_frame, _), data in zip(
-        labelled, encode_parts(Boxes(**columns), counts.tolist()), strict=True
+        labelled,
+        encode_parts(Boxes(**columns), counts.tolist()),
+        strict=True,
     ):
         encoded[number_of_frame] = data
     num_classes = len(classes.names) + 1

@@ -177,7 +177,9 @@ class KittiObject(FrameSource[KittiObjectSettings]):
                 -1, 3, 3
             )
             bounds["image_2"] = ImageBoxRows(
-                box=np.stack(sides, 1), category=kinds, row=np.arange(len(kinds))
+                box=np.stack(sides, 1),
+                category=kinds,
+                row=np.arange(len(kinds)),
             )
             boxes = BoxRows(
                 centre=move_points(centre, rect2ego),

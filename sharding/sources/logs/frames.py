@@ -135,7 +135,9 @@ class FrameMaker:
                     # The centre of the first pixel is 0: in messages, its left edge is.
                     box = np.array(mark.box).reshape(-1, 4) - 0.5
                     boxes2d[channel] = ImageBoxRows(
-                        box=box, category=mark.category, track=mark.track
+                        box=box,
+                        category=mark.category,
+                        track=mark.track,
                     )
             yield Frame(
                 timestamp_ns=time,

@@ -341,7 +341,11 @@ class LogIndex:
             return stamp_ns, Shot(place=message.place, length=length, fault=fault)
         if topic.type in VIDEOS:
             return stamp_ns, self._make_frame(
-                file, topic=topic, message=message, picture=picture, where=where
+                file,
+                topic=topic,
+                message=message,
+                picture=picture,
+                where=where,
             )
         if topic.type in RAWS:
             check_encoding(picture.encoding, where, has_levels=topic.name in self._levels)

@@ -110,7 +110,9 @@ def read_pcd(data: bytes, where: str) -> dict[str, NDArray[Any]]:
     with parsing(where, "is not a valid PCD"):
         if head["DATA"] == ["ascii"]:
             rows = np.loadtxt(
-                io.BytesIO(data[position:]), ndmin=2, max_rows=number or None
+                io.BytesIO(data[position:]),
+                ndmin=2,
+                max_rows=number or None,
             ).reshape(-1, len(names))
             return dict(zip(names, rows.T, strict=True))
         if head["DATA"] != ["binary"]:

@@ -188,7 +188,10 @@ def compressed_members(
             stack.enter_context(stream)
         plain = cast("BinaryIO", _Unpacked(stream))
         for opened, info in _iter_regular_files(
-            plain, where, ignore_zeros=ignore_zeros, noted=noted
+            plain,
+            where,
+            ignore_zeros=ignore_zeros,
+            noted=noted,
         ):
             data = None
             if names is None or info.name in names:
@@ -216,7 +219,9 @@ def _iter_regular_files(
         with parsing(where, _BAD):
             file.seek(start)
             opened = tarfile.open(  # noqa: SIM115 - it holds nothing
-                fileobj=file, mode="r:", tarinfo=_BoundedInfo
+                fileobj=file,
+                mode="r:",
+                tarinfo=_BoundedInfo,
             )
         num_tars += 1
         while True:

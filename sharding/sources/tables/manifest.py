@@ -315,7 +315,9 @@ class Manifest(FrameSource[ManifestSettings]):
                 )
                 corner = self.given.pixel_origin == "corner"
                 self._calibrations = CalibrationTable(
-                    self._tables["calibration"], axes, is_corner=corner
+                    self._tables["calibration"],
+                    axes,
+                    is_corner=corner,
                 )
             self.has_poses = "ego_pose" in self._tables or any(
                 name.partition(".")[0] == "ego2global"

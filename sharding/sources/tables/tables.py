@@ -101,7 +101,9 @@ def has_text(
             columns = [column for column in opened.schema_arrow.names if is_searched(column)]
             if columns:
                 batches = opened.iter_batches(
-                    batch_size=_ROWS_AT_ONCE, columns=columns, use_threads=False
+                    batch_size=_ROWS_AT_ONCE,
+                    columns=columns,
+                    use_threads=False,
                 )
             else:
                 batches = ()
@@ -340,7 +342,9 @@ def _read_csv_tables(file: pa.NativeFile, name: str, type_of: TypeOf) -> Iterato
         )
     texts = dict.fromkeys(header, pa.string())
     options = csv.ConvertOptions(
-        column_types=texts | types, null_values=[""], strings_can_be_null=True
+        column_types=texts | types,
+        null_values=[""],
+        strings_can_be_null=True,
     )
     reader = csv.open_csv(
         file,

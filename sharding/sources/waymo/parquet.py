@@ -215,7 +215,9 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
             first_row = 0
             with open_parquet(self.files, name, read_whole=True) as file:
                 for batch in file.iter_batches(
-                    _ROWS_AT_ONCE, columns=[f"{_IMAGE}image"], use_threads=False
+                    _ROWS_AT_ONCE,
+                    columns=[f"{_IMAGE}image"],
+                    use_threads=False,
                 ):
                     column = batch.column(0)
                     for number in range(first_row, first_row + len(column)):
@@ -324,7 +326,9 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
                 shutter_times=shutters[row],
             )
             images.setdefault(time, {})[channel(CAMERAS[camera])] = replace(
-                image, num_bytes=num_bytes, made=True
+                image,
+                num_bytes=num_bytes,
+                made=True,
             )
         return images
 

@@ -99,7 +99,11 @@ def sweeps(files: SourceFiles, name: str, selected: Collection[int]) -> Iterator
     pixel_poses = _PixelPoses(files, _name_beside(name, "lidar_pose"), remaining)
     parts: dict[int, dict[int, F32]] = {}
     for time, laser, image in _read_range_images(
-        files, name=name, column=_IMAGE, depth=4, selected=remaining
+        files,
+        name=name,
+        column=_IMAGE,
+        depth=4,
+        selected=remaining,
     ):
         if laser not in mounts:
             raise SourceError(f"{where} has lidar {laser}, which has no calibration")
@@ -134,7 +138,11 @@ class _PixelPoses:
         keys = read_parquet(files, name, _KEYS, read_whole=True)
         self._keys = set(zip(keys[_TIME].tolist(), keys[_LASER].tolist(), strict=True))
         self._rows = _read_range_images(
-            files, name=name, column=_PIXEL_POSES, depth=6, selected=selected
+            files,
+            name=name,
+            column=_PIXEL_POSES,
+            depth=6,
+            selected=selected,
         )
 
     def read_image(self, time: int, laser: int) -> F32 | None:

@@ -236,7 +236,9 @@ class Waymo(WaymoSource[WaymoFileSettings]):
             windows = self.maps.references(f"{name}#{span[0]}+{span[1] - span[0]}", ego2map)
         for frame, boxes, members in zip(frames, boxes_found, windows, strict=True):
             yield msgspec.structs.replace(
-                frame, boxes=boxes if is_labelled else None, members=members
+                frame,
+                boxes=boxes if is_labelled else None,
+                members=members,
             )
 
     def _read_map(self, place: str) -> VectorMap:
