@@ -165,7 +165,7 @@ class EpisodeSampler(Sampler):
 
     def _items(self, rows: ArrayLike) -> list[int]:
         """Return the dataset's items of rows of the order."""
-        frames = self._frames(np.asarray(rows)).tolist()
+        frames: list[int] = self._frames(np.asarray(rows)).tolist()
         if self._item_of is None:
             return frames
         return [self._item_of[frame] for frame in frames]

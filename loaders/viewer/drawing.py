@@ -122,8 +122,8 @@ def contact_sheet(
         tiles_of_frames.append(_draw_tiles(frame, cameras, values_of_frame))
     order = placed(cameras)
     tiles: list[U8] = []
-    for channel in order:
-        tiles += [frame_tiles[channel] for frame_tiles in tiles_of_frames]
+    for camera in order:
+        tiles += [frame_tiles[camera] for frame_tiles in tiles_of_frames]
     sheet = _join_grid(tiles, _COLUMNS if len(frames) == 1 else len(frames))
     boxes = frames[key].boxes
     if points is not None:

@@ -358,6 +358,7 @@ def jpeg_length(encoded: Buffer) -> int | None:
 def png_length(encoded: Buffer) -> int | None:
     """Return the bytes of a PNG up to the end of its IEND chunk; None where there is none."""
     position = len(_PNG_SIGNATURE)
+    length: int
     while position + 12 <= len(encoded):
         (length,) = struct.unpack_from(">I", encoded, position)
         name = bytes(encoded[position + 4 : position + 8])

@@ -111,12 +111,12 @@ class ShardPacker:
         if self._is_framed:
             span = pieces[0] if len(pieces) == 1 else b"".join(pieces)
             try:
-                frame = encode_frame(span, self._level)
+                compressed = encode_frame(span, self._level)
             except MemberTooLargeError as error:
                 raise MemberTooLargeError(error.message, key=key) from error
-            length = len(frame)
+            length = len(compressed)
             self._frame_sizes.append((length, packed.length))
-            pieces = [frame]
+            pieces = [compressed]
         digest = xxhash.xxh3_64()
         for piece in pieces:
             digest.update(piece)

@@ -253,7 +253,7 @@ class Proto:
 
     def span(self, name: str) -> tuple[int, int]:
         """Return offset and length of bytes."""
-        spans = self._fields.get(name)
+        spans: Sequence[tuple[int, int]] = self._fields.get(name, ())
         if spans:
             return spans[-1]
         return 0, 0
@@ -269,7 +269,7 @@ class Proto:
 
     def number(self, name: str) -> int:
         """Return an integer, of either encoding; 0 where it is absent, as proto3 has it."""
-        value = self._fields.get(name, [0])[-1]
+        value: int | bytes = self._fields.get(name, [0])[-1]
         if isinstance(value, bytes):
             return int.from_bytes(value, "little")
         return value

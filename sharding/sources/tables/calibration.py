@@ -80,9 +80,10 @@ def read_calibration(
     count = len(rows)
 
     def integers(name: str) -> list[int]:
+        values = [0] * count
         if prefix + name in rows:
-            return rows.integers(prefix + name, unknown=0).tolist()
-        return [0] * count
+            values = rows.integers(prefix + name, unknown=0).tolist()
+        return values
 
     models = rows.texts(f"{prefix}dist_model") if f"{prefix}dist_model" in rows else []
     dist: list[tuple[float, ...]] = [()] * count

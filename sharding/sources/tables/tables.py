@@ -99,14 +99,13 @@ def has_text(
         if name.endswith(".parquet"):
             opened = _open_parquet(file, name)
             columns = [column for column in opened.schema_arrow.names if is_searched(column)]
+            batches: Iterable[pa.RecordBatch] = ()
             if columns:
                 batches = opened.iter_batches(
                     batch_size=_ROWS_AT_ONCE,
                     columns=columns,
                     use_threads=False,
                 )
-            else:
-                batches = ()
             for batch in batches:
                 for column in batch.columns:
                     is_text = pa.types.is_dictionary(column.type) or column.type in (

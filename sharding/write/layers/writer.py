@@ -196,7 +196,7 @@ class LayerWriter:
                     continue
                 data = KINDS[channel.kind].encode(value, channel)
                 KINDS[channel.kind].check(data, channel)
-                if channel.law.name == "image":
+                if channel.law.name == "image" and channel.law.camera is not None:
                     part = channel.law.fraction or 1
                     size = tuple(np.shape(value)[:2])
                     image_sizes = sizes_by_camera[channel.law.camera]
