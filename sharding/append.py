@@ -285,7 +285,16 @@ def _publish_version(
     """Publish dictionary, tables and manifest of the new version."""
     names = list(dict.fromkeys(name for dataset in datasets for name in dataset.index.names))
     codecs = {codec for dataset in datasets for codec in dataset.index.codecs}
-    write_index(work.temporary, names, codecs, _iter_rows(datasets, pieces))
+
+    def rows_in_place() -> Iterator[IndexRow]:
+        for number, piece in enumerate(pieces):
+            old = piece.old
+            source = datasets[piece.dataset].index
+            for source_row in range(old.first_sample, old.first_sample + old.num_samples):
+                yield source.row(source_row)._replace(shard=number)
+            source.release()
+
+    write_index(work.temporary, names, codecs, rows_in_place())
     runs: list[tuple[int, range]] = []  # shards that stay neighbours are one run
     for dataset, old, _ in pieces:
         rows = range(old.first_sample, old.first_sample + old.num_samples)
@@ -351,15 +360,6 @@ def _publish_version(
         make=make,
         published=[dictionary] if dictionary else [],
     )
-
-
-def _iter_rows(datasets: Sequence[Dataset], pieces: Sequence[Piece]) -> Iterator[IndexRow]:
-    for number, piece in enumerate(pieces):
-        old = piece.old
-        source = datasets[piece.dataset].index
-        for source_row in range(old.first_sample, old.first_sample + old.num_samples):
-            yield source.row(source_row)._replace(shard=number)
-        source.release()
 
 
 def take_attributes(

@@ -445,13 +445,14 @@ class StatefulSampler(BatchSampler):
         self._ledger.refuse_uncounted(_HOW)
         walk = self._walk()
         self._drawn = walk.start  # at once, for the loader asks for the state before it draws
-        return self._follow(walk)
 
-    def _follow(self, walk: Walk) -> Iterator[Any]:
-        for number, batch in enumerate(self._rows.rest(walk), 1):
-            self._drawn = walk.after(number).rolled(self._batching)
-            yield batch
-        self._origin = walk.following
+        def batches() -> Iterator[Any]:
+            for number, batch in enumerate(self._rows.rest(walk), 1):
+                self._drawn = walk.after(number).rolled(self._batching)
+                yield batch
+            self._origin = walk.following
+
+        return batches()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the batch that was drawn last; see

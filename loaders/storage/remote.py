@@ -345,18 +345,18 @@ class _RemoteSession:
             future.cancel()
 
     def _start(self, shard: int, start: int, end: int) -> concurrent.futures.Future[memoryview]:
+        def forget(future: concurrent.futures.Future[memoryview]) -> None:
+            with self._lock:
+                self._under_way.discard(future)
+
         future = self._storage.fetch(shard, start, end)
         with self._lock:
             self._under_way.add(future)
             closed = self._closed
-        future.add_done_callback(self._forget_future)
+        future.add_done_callback(forget)
         if closed:
             future.cancel()
         return future
-
-    def _forget_future(self, future: concurrent.futures.Future[memoryview]) -> None:
-        with self._lock:
-            self._under_way.discard(future)
 
     def _take(
         self,

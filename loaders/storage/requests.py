@@ -25,7 +25,6 @@ from __future__ import annotations
 import asyncio
 import bisect
 import collections
-import contextlib
 import random
 from collections.abc import Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, Final
@@ -225,7 +224,8 @@ class Requester:
         finally:
             for task in tasks:
                 task.cancel()
-                task.add_done_callback(_ignore_outcome)
+                # Read an abandoned request's outcome, or asyncio warns that nobody retrieved it.
+                task.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     def _count(self, *, throttled: bool = False) -> None:
         """Count an answer or a "slow down"; change the limit after a round of as many as there
@@ -258,9 +258,3 @@ class Requester:
             return False
         self._extra -= 1.0
         return True
-
-
-def _ignore_outcome(task: asyncio.Task[Buffer]) -> None:
-    """Read the outcome of an abandoned request, or asyncio warns that it was never retrieved."""
-    with contextlib.suppress(asyncio.CancelledError):
-        task.exception()

@@ -320,17 +320,16 @@ def _simplify_schema(schema: pa.Schema) -> pa.Schema:
 
 
 def _read_csv_tables(file: pa.NativeFile, name: str, type_of: TypeOf) -> Iterator[pa.Table]:
-    header = csv.open_csv(
-        file, csv.ReadOptions(use_threads=False, block_size=_BLOCK_BYTES)
-    ).schema.names
+    read_options = csv.ReadOptions(use_threads=False, block_size=_BLOCK_BYTES)
+    header = csv.open_csv(file, read_options).schema.names
     file.seek(0)
-    if len(header) == 1 and (
-        separator := next((candidate for candidate in ";\t|" if candidate in header[0]), None)
-    ):
-        raise SourceError(
-            f"table '{name}' has the separator {separator!r}; write it with commas between "
-            "columns and points in numbers"
-        )
+    if len(header) == 1:
+        for separator in ";\t|":
+            if separator in header[0]:
+                raise SourceError(
+                    f"table '{name}' has the separator {separator!r}; write it with commas "
+                    "between columns and points in numbers"
+                )
     types = {column: kind for column in header if (kind := type_of(column)) is not None}
     lists = [column for column, kind in types.items() if pa.types.is_nested(kind)]
     if lists:
@@ -345,21 +344,23 @@ def _read_csv_tables(file: pa.NativeFile, name: str, type_of: TypeOf) -> Iterato
         null_values=[""],
         strings_can_be_null=True,
     )
-    reader = csv.open_csv(
-        file,
-        csv.ReadOptions(use_threads=False, block_size=_BLOCK_BYTES),
-        convert_options=options,
-    )
+    reader = csv.open_csv(file, read_options, convert_options=options)
     kinds: dict[str, pa.DataType] | None = None
     row = 0
     for batch in reader:
         table = pa.Table.from_batches([batch])
         if kinds is None:
-            free = (column for column in header if column not in types)
-            kinds = {column: _find_type_of_texts(table.column(column)) for column in free}
+            # Of numbers or truth where no text changes by it.
+            kinds = {}
+            for column in header:
+                texts_of_column = table.column(column)
+                if column in types or texts_of_column.null_count == len(texts_of_column):
+                    continue
+                for kind in (pa.int64(), pa.float64(), pa.bool_()):
+                    if _cast_exactly(texts_of_column, kind) is not None:
+                        kinds[column] = kind
+                        break
         for column, kind in kinds.items():
-            if kind == pa.string():
-                continue
             values = _cast_exactly(table.column(column), kind)
             if values is None:
                 raise SourceError(
@@ -370,16 +371,6 @@ def _read_csv_tables(file: pa.NativeFile, name: str, type_of: TypeOf) -> Iterato
             table = table.set_column(header.index(column), column, values)
         row += len(table)
         yield table
-
-
-def _find_type_of_texts(column: pa.ChunkedArray) -> pa.DataType:
-    """Return the type of a column of texts: of numbers or truth where no text changes by it,
-    else texts.
-    """
-    for kind in (pa.int64(), pa.float64(), pa.bool_()):
-        if column.null_count < len(column) and _cast_exactly(column, kind) is not None:
-            return kind
-    return pa.string()
 
 
 def _cast_exactly(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray | None:
