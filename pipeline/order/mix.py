@@ -121,17 +121,17 @@ class MixSchedule:
                 "stages of a mix must end in turn, at multiples of the block of "
                 f"{self.block}, got {ends}"
             )
-        self._ratios = np.array(
-            [
-                [stage.ratios[name] * self.block // sum(stage.ratios.values()) for name in names]
-                for stage in stages
-            ]
-        )
+        ratios = []
+        for stage in stages:
+            total = sum(stage.ratios.values())
+            ratios.append([stage.ratios[name] * self.block // total for name in names])
+        self._ratios = np.array(ratios)
         self._starts = np.array([0, *(end // self.block for end in ends)])
-        self._changes = [
-            _changes(*pair) if stage.ramp else np.zeros((1, len(names)), np.int64)
-            for stage, pair in zip(stages[:-1], pairwise(self._ratios), strict=True)
-        ] + [np.zeros((1, len(names)), np.int64)]
+        no_change = np.zeros((1, len(names)), np.int64)
+        self._changes: list[I64] = []
+        for stage, (old, new) in zip(stages[:-1], pairwise(self._ratios), strict=True):
+            self._changes.append(_changes(old, new) if stage.ramp else no_change)
+        self._changes.append(no_change)
         lengths = np.diff(self._starts)
         for changes, length in zip(self._changes[:-1], lengths.tolist(), strict=True):
             num = len(changes) - 1
@@ -153,7 +153,9 @@ class MixSchedule:
         """Return the samples of each dataset before some blocks (n,) of a run, and in them:
         int64 (n, datasets).
         """
-        before, after = np.empty((2, len(blocks), self._ratios.shape[1]), np.int64)
+        num_datasets = self._ratios.shape[1]
+        before = np.empty((len(blocks), num_datasets), np.int64)
+        after = np.empty_like(before)
         stages = np.searchsorted(self._starts, blocks, side="right") - 1
         for stage in np.unique(stages).tolist():
             mask = stages == stage
@@ -171,7 +173,8 @@ class MixSchedule:
         num = len(changes) - 1
         if num:
             length = self._starts[stage + 1] - self._starts[stage]
-            rounds, rest = np.divmod(num * blocks * blocks // (2 * length), num)
+            num_changes = num * blocks * blocks // (2 * length)
+            rounds, rest = np.divmod(num_changes, num)
             counts += rounds[:, None] * changes[-1] + changes[rest]
         return counts
 
@@ -183,7 +186,8 @@ def _changes(old: I64, new: I64) -> I64:
     turns = []
     for more in (np.maximum(old - new, 0), np.maximum(new - old, 0)):
         named = np.repeat(np.arange(len(more)), more)
-        place = (np.arange(len(named)) - (np.cumsum(more) - more)[named]) * 2 + 1
+        firsts = np.cumsum(more) - more
+        place = (np.arange(len(named)) - firsts[named]) * 2 + 1
         turns.append(named[np.lexsort((named, place / more[named]))])
     steps = np.zeros((len(turns[0]) + 1, len(old)), np.int64)
     for number, (falls, rises) in enumerate(zip(*turns, strict=True), 1):
@@ -334,13 +338,15 @@ class MixedEpoch(Epoch):
         """Return the dataset at each place of some blocks (n,) of a run: int64 (n, places)."""
         mix = self._mix
         entries = blocks[:, None] * mix.block + np.arange(mix.block)
-        by_word = (
-            np.argsort(self._words(entries), axis=1) if mix.block > 1 else np.zeros_like(entries)
-        )
+        by_word = np.zeros_like(entries)
+        if mix.block > 1:
+            by_word = np.argsort(self._words(entries), axis=1)
         if mix.schedule is None:
-            arranged: I64 = np.repeat(np.arange(len(mix.ratios)), mix.ratios)[by_word]
+            datasets = np.repeat(np.arange(len(mix.ratios)), mix.ratios)
+            arranged: I64 = datasets[by_word]
         else:
-            ends = np.cumsum(mix.schedule.blocks(blocks)[1], axis=1)
+            _, counts = mix.schedule.blocks(blocks)
+            ends = np.cumsum(counts, axis=1)
             arranged = (by_word[:, :, None] >= ends[:, None, :]).sum(axis=2)
         return arranged
 

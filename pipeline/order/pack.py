@@ -170,7 +170,8 @@ class PackedEpoch(RegroupedEpoch):
         for place in as_positions(positions, len(self)).reshape(-1).tolist():
             window, pack = self._locate(place)
             members, bounds = self._members(window)
-            pieces.append((members, slice(int(bounds[pack]), int(bounds[pack + 1]))))
+            inside = slice(int(bounds[pack]), int(bounds[pack + 1]))
+            pieces.append((members, inside))
         sizes = np.array([inside.stop - inside.start for _, inside in pieces], np.int64)
         packs = np.repeat(np.arange(len(pieces)), sizes)
         return joined(pieces)._replace(flags={"pack": packs})
@@ -186,8 +187,8 @@ class PackedEpoch(RegroupedEpoch):
         places = np.empty_like(positions)
         for number in np.unique(numbers).tolist():
             mask = numbers == number
-            packs, _ = self._order.groups(self._order.entries_of(self._in_order, number))
-            places[mask] = (
-                self._starts[number] + np.argsort(self._order_shown(number))[packs[offsets[mask]]]
-            )
+            entries = self._order.entries_of(self._in_order, number)
+            packs, _ = self._order.groups(entries)
+            place_of_pack = np.argsort(self._order_shown(number))
+            places[mask] = self._starts[number] + place_of_pack[packs[offsets[mask]]]
         return Occurrences.sorted(indices, places)

@@ -204,7 +204,8 @@ class RegroupedEpoch(Epoch):
         entries = order.entries_of(self._in_order, window)
         groups, num = order.groups(entries)
         by_group = np.argsort(groups, kind="stable")
-        return joined([(entries, by_group)]), np.searchsorted(groups[by_group], np.arange(num + 1))
+        bounds = np.searchsorted(groups[by_group], np.arange(num + 1))
+        return joined([(entries, by_group)]), bounds
 
 
 def joined(

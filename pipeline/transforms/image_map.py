@@ -146,9 +146,11 @@ class ImageMap:
             return self
         quarters, rest = divmod(degrees, 90.0)
         # Exact for quarter turns, so that half a turn keeps rows rows: cos(radians(90)) is 6e-17.
-        cos, sin = (
-            (math.cos(math.radians(rest)), math.sin(math.radians(rest))) if rest else (1.0, 0.0)
-        )
+        cos = 1.0
+        sin = 0.0
+        if rest:
+            cos = math.cos(math.radians(rest))
+            sin = math.sin(math.radians(rest))
         for _ in range(int(quarters) % 4):
             cos, sin = -sin, cos
         cx = self.out_wh[0] / 2
@@ -282,13 +284,15 @@ class ImageMap:
         left, top, right, bottom = self.visible
         if left >= right or top >= bottom:  # crops beyond each other
             return np.full(height, width), np.zeros(height, np.int64)
-        corners = [(u, v) for u in (0.5, width - 0.5) for v in (0.5, height - 0.5)]
-        if all(
-            left <= a * u + b * v + tx <= right and top <= c * u + d * v + ty <= bottom
-            for u, v in corners
-        ):
+        are_corners_seen = True
+        for u in (0.5, width - 0.5):
+            for v in (0.5, height - 0.5):
+                x = a * u + b * v + tx
+                y = c * u + d * v + ty
+                are_corners_seen &= left <= x <= right and top <= y <= bottom
+        if are_corners_seen:
             return None
-        v = np.arange(height) + 0.5
+        rows = np.arange(height) + 0.5
         first = np.full(height, 0.5)
         last = np.full(height, width - 0.5)
         for along, across, offset, low, high in (
@@ -296,15 +300,15 @@ class ImageMap:
             (c, d, ty, top, bottom),
         ):
             along = along if abs(along) > 1e-30 else 1e-30  # parallel to the border: all or nothing
-            at_low = (low - offset - across * v) / along
-            at_high = (high - offset - across * v) / along
+            at_low = (low - offset - across * rows) / along
+            at_high = (high - offset - across * rows) / along
             first = np.maximum(first, np.minimum(at_low, at_high))
             last = np.minimum(last, np.maximum(at_low, at_high))
         first = np.clip(first, 0.0, width)
         last = np.clip(last, -1.0, width - 0.5)
-        return np.ceil(first - 0.5 - _FUZZ).astype(np.int64), np.floor(last - 0.5 + _FUZZ).astype(
-            np.int64
-        ) + 1
+        first_column = np.ceil(first - 0.5 - _FUZZ).astype(np.int64)
+        last_column = np.floor(last - 0.5 + _FUZZ).astype(np.int64)
+        return first_column, last_column + 1
 
     def source_roi(self, support_px: float = 1.0) -> tuple[int, int, int, int]:
         """Return (left, top, right, bottom): whole source pixels that the output samples, within
@@ -351,7 +355,11 @@ def _check_size(width: int, height: int) -> None:
 
 
 def _intersect(a: Rectangle, b: Rectangle) -> Rectangle:
-    return max(a[0], b[0]), max(a[1], b[1]), min(a[2], b[2]), min(a[3], b[3])
+    left = max(a[0], b[0])
+    top = max(a[1], b[1])
+    right = min(a[2], b[2])
+    bottom = min(a[3], b[3])
+    return left, top, right, bottom
 
 
 def _covered(
@@ -366,9 +374,9 @@ def _covered(
     """
     a = scale * low + offset
     b = scale * high + offset
-    return max(0, math.ceil(min(a, b) - 0.5 - _FUZZ)), min(
-        size, math.floor(max(a, b) - 0.5 + _FUZZ) + 1
-    )
+    first = math.ceil(min(a, b) - 0.5 - _FUZZ)
+    last = math.floor(max(a, b) - 0.5 + _FUZZ)
+    return max(0, first), min(size, last + 1)
 
 
 def _preimage(coefficients: Coefficients, width: int, height: int) -> Rectangle:

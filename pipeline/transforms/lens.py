@@ -109,8 +109,10 @@ def source_places(matrix: F64, lens: Lens, wh: tuple[int, int]) -> tuple[F32, F3
             np.arange(wh[0], dtype=np.float64),
             np.arange(wh[1], dtype=np.float64),
         )
-        rays = np.stack((columns, rows, np.ones_like(rows)), -1) @ np.linalg.inv(to_output).T
-        places = bent(rays[..., :2] / rays[..., 2:], lens) @ camera[:2, :2].T + camera[:2, 2]
+        pixels = np.stack((columns, rows, np.ones_like(rows)), -1)
+        rays = pixels @ np.linalg.inv(to_output).T
+        flat = rays[..., :2] / rays[..., 2:]
+        places = bent(flat, lens) @ camera[:2, :2].T + camera[:2, 2]
         return places[..., 0].astype(np.float32), places[..., 1].astype(np.float32)
     with needs("a lens that is undone"):
         import cv2
@@ -135,7 +137,8 @@ def rectified_places(places: F64, lens: Lens) -> F64:
     coefficients = np.array(lens.coefficients)
     rectified = np.array(lens.rectified)
     if lens.kind in OWN_MODELS:
-        flat = straight((places - camera[:2, 2]) @ np.linalg.inv(camera[:2, :2]).T, lens)
+        inverse = np.linalg.inv(camera[:2, :2])
+        flat = straight((places - camera[:2, 2]) @ inverse.T, lens)
         return np.asarray(flat @ rectified[:2, :2].T + rectified[:2, 2])
     with needs("a lens that is undone"):
         import cv2
@@ -154,17 +157,12 @@ def bent(flat: F64, lens: Lens) -> F64:
     if lens.kind == "ftheta":
         polynomial = np.polynomial.Polynomial(lens.coefficients)
         slope = np.full_like(radius, lens.coefficients[1])  # at the centre, which has no direction
-        return np.asarray(
-            flat
-            * np.divide(
-                polynomial(np.arctan(radius)),
-                radius,
-                out=slope,
-                where=radius > 0,
-            )
-        )
+        bent_radius = polynomial(np.arctan(radius))
+        np.divide(bent_radius, radius, out=slope, where=radius > 0)
+        return np.asarray(flat * slope)
     xi = lens.coefficients[0]
-    return _radtan(flat / (1.0 + xi * np.sqrt(1.0 + radius**2)), lens.coefficients[1:])
+    depth = 1.0 + xi * np.sqrt(1.0 + radius**2)
+    return _radtan(flat / depth, lens.coefficients[1:])
 
 
 def straight(places: F64, lens: Lens) -> F64:
@@ -177,30 +175,24 @@ def straight(places: F64, lens: Lens) -> F64:
         radius = np.linalg.norm(places, axis=-1, keepdims=True)
         theta = radius / lens.coefficients[1]
         for _ in range(_ROUNDS):
-            theta = np.clip(
-                theta - (polynomial(theta) - radius) / slope(theta),
-                0.0,
-                _WIDEST,
-            )
+            change = (polynomial(theta) - radius) / slope(theta)
+            theta = np.clip(theta - change, 0.0, _WIDEST)
         per_radius = np.full_like(radius, 1.0 / lens.coefficients[1])
-        return np.asarray(
-            places * np.divide(np.tan(theta), radius, out=per_radius, where=radius > 0)
-        )
+        np.divide(np.tan(theta), radius, out=per_radius, where=radius > 0)
+        return np.asarray(places * per_radius)
     xi = lens.coefficients[0]
     coefficients = lens.coefficients[1:]
     points = places
     for _ in range(_ROUNDS):
-        points = np.clip(
-            points + places - _radtan(points, coefficients),
-            -_FARTHEST,
-            _FARTHEST,
-        )
+        moved = points + places - _radtan(points, coefficients)
+        points = np.clip(moved, -_FARTHEST, _FARTHEST)
     square = (points**2).sum(-1, keepdims=True)
     # The ray through the place on the unit sphere, of which x/z and y/z are asked: Mei and Rives,
     # equation 4.
     root = np.sqrt(np.maximum(1.0 + (1.0 - xi**2) * square, 0.0))
     scale = (xi + root) / (1.0 + square)
-    return np.asarray(points * scale / np.maximum(scale - xi, np.cos(_WIDEST)))
+    depth = np.maximum(scale - xi, np.cos(_WIDEST))
+    return np.asarray(points * scale / depth)
 
 
 def _radtan(flat: F64, coefficients: tuple[float, ...]) -> F64:
@@ -210,10 +202,6 @@ def _radtan(flat: F64, coefficients: tuple[float, ...]) -> F64:
     y = flat[..., 1]
     square = x**2 + y**2
     radial = 1.0 + k1 * square + k2 * square**2
-    return np.stack(
-        (
-            x * radial + 2 * p1 * x * y + p2 * (square + 2 * x**2),
-            y * radial + p1 * (square + 2 * y**2) + 2 * p2 * x * y,
-        ),
-        -1,
-    )
+    bent_x = x * radial + 2 * p1 * x * y + p2 * (square + 2 * x**2)
+    bent_y = y * radial + p1 * (square + 2 * y**2) + 2 * p2 * x * y
+    return np.stack((bent_x, bent_y), -1)
