@@ -145,7 +145,36 @@ def doctor() -> DoctorReport:
             f"{how_to_install('fuelrail[simd]')}"
         )
     findings.append(Finding("decoder=pillow", state, advice))
-    findings += _describe_dali()
+    dali_package = dali_install.installed_dali()
+    if dali_package is None:
+        state = "NVIDIA DALI is not installed"
+        advice = dali_install.what_to_install()
+    elif dali_package.problem:
+        state = f"not ready: {dali_package.problem}"
+        advice = dali_package.advice
+    else:
+        state = (
+            f"ready: {dali_package}; on the CPU it decodes in full size and is slower than turbo"
+        )
+        advice = (
+            "with a GPU give the loader decoder='dali' and device='cuda'; auto does not choose it"
+        )
+    findings.append(Finding("decoder=dali", state, advice))
+    if importlib.util.find_spec("torch") is None:
+        state = "none: torch is not installed"
+        advice = how_to_install("fuelrail[torch]")
+    else:
+        import torch
+
+        if torch.cuda.is_available():
+            engine = dali_install.gpu_engine()
+            state = f"by {engine.name}: {engine.reason}"
+            advice = engine.advice
+        else:
+            built = "" if torch.version.cuda else "; this torch is built without CUDA"
+            state = f"none: torch finds no GPU{built}"
+            advice = ""
+    findings.append(Finding("GPU decoding", state, advice))
     for name, entry in plugin_decoders().items():
         findings.append(Finding(f"decoder={name}", f"plug-in: {entry.value}"))
     num_workers = default_num_workers()
@@ -162,45 +191,6 @@ def _find_version(*packages: str) -> str | None:
         except importlib.metadata.PackageNotFoundError:
             continue
     return None
-
-
-def _describe_dali() -> list[Finding]:
-    """Return whether DALI can be used, and what decodes with it on a GPU."""
-    dali_package = dali_install.installed_dali()
-    if dali_package is None:
-        state = "NVIDIA DALI is not installed"
-        advice = dali_install.what_to_install()
-    elif dali_package.problem:
-        state = f"not ready: {dali_package.problem}"
-        advice = dali_package.advice
-    else:
-        state = (
-            f"ready: {dali_package}; on the CPU it decodes in full size and is slower than turbo"
-        )
-        advice = (
-            "with a GPU give the loader decoder='dali' and device='cuda'; auto does not choose it"
-        )
-    dali = Finding("decoder=dali", state, advice)
-    if importlib.util.find_spec("torch") is None:
-        install = how_to_install("fuelrail[torch]")
-        return [
-            dali,
-            Finding("GPU decoding", "none: torch is not installed", install),
-        ]
-
-    import torch
-
-    if not torch.cuda.is_available():
-        built = "" if torch.version.cuda else "; this torch is built without CUDA"
-        return [
-            dali,
-            Finding("GPU decoding", f"none: torch finds no GPU{built}"),
-        ]
-    engine = dali_install.gpu_engine()
-    return [
-        dali,
-        Finding("GPU decoding", f"by {engine.name}: {engine.reason}", engine.advice),
-    ]
 
 
 def serve_metrics(loader: DataLoader, *, port: int = 0, host: str = "127.0.0.1") -> MetricsServer:

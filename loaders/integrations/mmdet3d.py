@@ -163,12 +163,22 @@ def mmdet3d_samples(
                 },
             }
         )
-    return {
-        "inputs": inputs,
-        "data_samples": [_make_data_sample(sample) for sample in samples]
-        if as_data_samples
-        else samples,
-    }
+    if not as_data_samples:
+        return {"inputs": inputs, "data_samples": samples}
+    from mmdet3d.structures import Det3DDataSample, LiDARInstance3DBoxes
+    from mmengine.structures import InstanceData
+
+    data_samples = []
+    for sample in samples:
+        bboxes = sample["gt_bboxes_3d"]
+        metainfo = {**sample["metainfo"], "box_type_3d": LiDARInstance3DBoxes}
+        data_sample = Det3DDataSample(metainfo=metainfo)
+        data_sample.gt_instances_3d = InstanceData(
+            bboxes_3d=LiDARInstance3DBoxes(bboxes, box_dim=bboxes.shape[1]),
+            labels_3d=sample["gt_labels_3d"],
+        )
+        data_samples.append(data_sample)
+    return {"inputs": inputs, "data_samples": data_samples}
 
 
 def _require_one_stack(batch: Mapping[str, Any]) -> None:
@@ -187,18 +197,3 @@ def _require_one_stack(batch: Mapping[str, Any]) -> None:
             "the adapters for mmdetection3d need calibrated cameras: the dataset knows no "
             "calibration"
         )
-
-
-def _make_data_sample(sample: dict[str, Any]) -> Any:
-    from mmdet3d.structures import Det3DDataSample, LiDARInstance3DBoxes
-    from mmengine.structures import InstanceData
-
-    boxes = sample["gt_bboxes_3d"]
-    data_sample = Det3DDataSample(
-        metainfo={**sample["metainfo"], "box_type_3d": LiDARInstance3DBoxes}
-    )
-    data_sample.gt_instances_3d = InstanceData(
-        bboxes_3d=LiDARInstance3DBoxes(boxes, box_dim=boxes.shape[1]),
-        labels_3d=sample["gt_labels_3d"],
-    )
-    return data_sample

@@ -221,7 +221,23 @@ class _Host:
                 if not 0 <= local_rank < self._num_ranks:
                     connection.close()
                     return
-                server = self._find_server(content)
+                try:
+                    setup: Setup = pickle.loads(content)
+                except Exception as error:
+                    raise ConfigError(
+                        f"the loader cannot be made in the process of where='node' ({error}): "
+                        "functions must be of a module that can be imported"
+                    ) from error
+                rank_number = setup.arguments[0].world.rank
+                if rank_number not in self._servers:
+                    self._servers[rank_number] = setup, RankServer(setup)
+                first_setup, server = self._servers[rank_number]
+                if _plain(first_setup) != _plain(setup):
+                    raise ConfigError(
+                        f"processes of data-parallel rank {rank_number} make loaders with "
+                        "different arguments for where='node': make the same loaders in the same "
+                        "order on all ranks"
+                    )
                 connection.send(None)
                 self._ranks[local_rank] = _Rank(connection, process, server)
                 if len(self._ranks) == self._num_ranks:
@@ -244,25 +260,6 @@ class _Host:
         """Return whether no rank that lives is connected."""
         with self._lock:
             return not any(rank.is_alive() for rank in self._ranks.values())
-
-    def _find_server(self, content: bytes) -> RankServer:
-        try:
-            setup: Setup = pickle.loads(content)
-        except Exception as error:
-            raise ConfigError(
-                f"the loader cannot be made in the process of where='node' ({error}): "
-                "functions must be of a module that can be imported"
-            ) from error
-        rank = setup.arguments[0].world.rank
-        entry = self._servers.get(rank)
-        if entry is None:
-            entry = self._servers[rank] = setup, RankServer(setup)
-        if _plain(entry[0]) != _plain(setup):
-            raise ConfigError(
-                f"processes of data-parallel rank {rank} make loaders with different "
-                "arguments for where='node': make the same loaders in the same order on all ranks"
-            )
-        return entry[1]
 
 
 def _plain(setup: Setup) -> tuple[object, object]:

@@ -558,7 +558,23 @@ def read_members(
     view = memoryview(open_span(row, span, shard) if is_framed(shard) else span)
     (names, kinds, fields), offsets, stored_bytes, all_raw_bytes = row.columns()
     if not are_members(view, key=row.key, fields=fields, offsets=offsets, sizes=stored_bytes):
-        raise _misplaced(row, view, shard)
+        # The error is for the first member whose header is not where the index has it.
+        for name, stored, offset, size in zip(names, fields, offsets, stored_bytes, strict=True):
+            end = offset + size
+            if not BLOCK_BYTES <= offset <= end <= len(view):
+                raise _outside(row, name=name, offset=offset, end=end, view=view, shard=shard)
+            if not are_members(
+                view,
+                key=row.key,
+                fields=(stored,),
+                offsets=(offset,),
+                sizes=(size,),
+            ):
+                break
+        raise IndexFileError(
+            f"index entry of {row.key}.{name}: no member '{row.key}.{stored}' of {size} bytes lies "
+            f"at {_address(row, offset, shard)}"
+        )
     if len(set(names)) != len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise SchemaError(
@@ -591,33 +607,6 @@ def read_members(
             message = f"{error.message} ({_address(row, offset, shard)})"
             raise type(error)(message, key=row.key, member=name) from error
     return members
-
-
-def _misplaced(row: IndexRow, view: memoryview, shard: str) -> IndexFileError:
-    """Return the error for the first member whose header is not where the index has it."""
-    (names, _, fields), offsets, sizes, _ = row.columns()
-    for name, stored, offset, size in zip(names, fields, offsets, sizes, strict=True):
-        if not BLOCK_BYTES <= offset <= offset + size <= len(view):
-            return _outside(
-                row,
-                name=name,
-                offset=offset,
-                end=offset + size,
-                view=view,
-                shard=shard,
-            )
-        if not are_members(
-            view,
-            key=row.key,
-            fields=(stored,),
-            offsets=(offset,),
-            sizes=(size,),
-        ):
-            break
-    return IndexFileError(
-        f"index entry of {row.key}.{name}: no member '{row.key}.{stored}' of {size} bytes lies at "
-        f"{_address(row, offset, shard)}"
-    )
 
 
 def _outside(
