@@ -315,7 +315,8 @@ def forget(
     )
     listed = sorted(set(listed))
     digest = hashlib.sha256("\n".join(listed).encode()).hexdigest()
-    outs = [FolderOutput(os.fspath(place).removeprefix("file://")) for place in (dataset, *layers)]
+    places = [os.fspath(place).removeprefix("file://") for place in (dataset, *layers)]
+    outs = [FolderOutput(place) for place in places]
     out = outs[0]
     file = Path(receipt or out.root.with_name(f"{out.root.name}-forgot-{digest[:16]}.json"))
     for place_out in outs:
@@ -486,7 +487,8 @@ def order_digest(names: Sequence[tuple[str, str]], inputs: OrderInputs | None) -
 
 def _state_deletion(source: Dataset, rows: Rows) -> dict[str, Any]:
     """Return the fact of a manifest that says what was deleted, by its number and digest."""
-    keys, clips = (source.index.texts(name).take(rows).to_pylist() for name in ("key", "clip_id"))
+    keys = source.index.texts("key").take(rows).to_pylist()
+    clips = source.index.texts("clip_id").take(rows).to_pylist()
     digest = order_digest([*zip(keys, clips, strict=True)], _read_order_inputs(source, rows))
     return {"forgotten": {"samples": len(rows), "order_sha256": digest}}
 

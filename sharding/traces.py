@@ -128,7 +128,8 @@ def deleted_times(base: Dataset, rows: Rows, *, has_shards: bool) -> dict[str, D
             sensor_times[radar.name] = newest_ns
         spans = {name: _find_spans(times, is_deleted) for name, times in sensor_times.items()}
         deleted = samples[is_deleted]
-        clip_id = base.index.strings("clip_id", int(samples[0]), int(samples[0]) + 1)[0]
+        first_sample = int(samples[0])
+        (clip_id,) = base.index.strings("clip_id", first_sample, first_sample + 1)
         clips[clip_id] = DeletedTimes(
             frames[deleted],
             times_ns[deleted],

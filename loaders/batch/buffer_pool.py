@@ -76,7 +76,8 @@ class ImageBuffers:
         size = sum(sizes)
         if room not in self._pools:
             self._pools[room] = Buffers(self._memory, keep_bytes=self._keep * size, rounded=int)
-        parts = np.split(self._pools[room].take(size), np.cumsum(sizes)[:-1])
+        memory = self._pools[room].take(size)
+        parts = np.split(memory, np.cumsum(sizes)[:-1])
         images = tuple(
             part.reshape(shape)[:rows] for part, shape in zip(parts, shapes, strict=True)
         )

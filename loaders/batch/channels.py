@@ -427,7 +427,8 @@ def _pack(values: list[Any]) -> Any:
     if not all(isinstance(value, torch.Tensor) and value.ndim == 1 for value in values):
         return values
     offsets = torch.zeros(len(values) + 1, dtype=torch.int64)
-    torch.cumsum(torch.tensor([len(value) for value in values]), 0, out=offsets[1:])
+    lengths = torch.tensor([len(value) for value in values])
+    torch.cumsum(lengths, 0, out=offsets[1:])
     # A batch has tensors in place of arrays.
     return Packed(torch.cat(values), offsets)  # type: ignore[arg-type]
 

@@ -54,7 +54,8 @@ class LeftOut(NamedTuple):
             # A sample, or those of a batch: nothing is written into the batch's buffer.
             if not isinstance(parsed, list) or self.new_images is None:
                 return parsed
-            slot = parsed[0].slot.for_rows(len(parsed) * len(parsed[0].views), self.new_images)
+            num_rows = len(parsed) * len(parsed[0].views)
+            slot = parsed[0].slot.for_rows(num_rows, self.new_images)
             return [sample.in_slot(slot) for sample in parsed]
 
         remaining = []

@@ -144,7 +144,8 @@ def bilinear_rows(image_map: ImageMap) -> tuple[int, int]:
         return 0, 0
     places = [(line + 0.5 - ty) / d - 0.5 for line in (top, bottom - 1)]
     last = image_map.source_wh[1] - 1
-    low, high = (math.floor(min(max(place, 0.0), last)) for place in (min(places), max(places)))
+    low = math.floor(min(max(min(places), 0.0), last))
+    high = math.floor(min(max(max(places), 0.0), last))
     return max(0, low - 1), min(last, high + 2) + 1
 
 

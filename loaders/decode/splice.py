@@ -112,7 +112,8 @@ def splice_rows(
     kinds = kinds[is_restart]
     markers = places[is_restart] + info.scan_at
     # They count D0, D1, ... D7, D0, ...
-    if len(markers) != cut.num_rows - 1 or (kinds & 7 != np.arange(len(kinds)) & 7).any():
+    are_counted = np.array_equal(kinds & 7, np.arange(len(kinds)) & 7)
+    if len(markers) != cut.num_rows - 1 or not are_counted:
         return None
     if encoded[info.scan_at - 2 * info.num_components - 4] != info.num_components:
         return None
@@ -210,7 +211,8 @@ def splice_batch(
     ]
     if not cuts:
         return results
-    starts = np.cumsum([0, *(len(rows.encoded) + 2 for _, rows, _ in cuts)])
+    sizes = [len(rows.encoded) + 2 for _, rows, _ in cuts]
+    starts = np.cumsum([0, *sizes])
     room = scratch.take("spliced batch", 1, int(starts[-1]), 1).ravel()
     arrays = [np.frombuffer(rows.encoded, np.uint8) for _, rows, _ in cuts]
     table = np.array(

@@ -519,7 +519,9 @@ class TurboDecoder:
         """
         planes = list(out)
         if image.shape[2] == 4:
-            planes.append(self._scratch.take("spare", image.shape[0], image.shape[1], 1)[..., 0])
+            height, width, _ = image.shape
+            spare = self._scratch.take("spare", height, width, 1)
+            planes.append(spare[..., 0])
         cv2.split(image, planes)
 
 
@@ -552,7 +554,8 @@ def _shrink(image: Picture, image_map: ImageMap) -> tuple[Picture, ImageMap]:
     left, top, right, bottom = image_map.source_roi(2.0 * factor)
     left = left // factor * factor
     top = top // factor * factor
-    small = _average_blocks(image[top : max(bottom, top + 1), left : max(right, left + 1)], factor)
+    region = image[top : max(bottom, top + 1), left : max(right, left + 1)]
+    small = _average_blocks(region, factor)
     a, b, tx, c, d, ty = image_map.coefficients
     tx = tx + a * left + b * top
     ty = ty + c * left + d * top

@@ -139,7 +139,8 @@ def mmdet3d_samples(
             keep &= (boxes[:, 1] > y0) & (boxes[:, 1] < y1)
         bboxes = torch.cat([boxes, velocity], 1)[keep]
         bboxes[:, 2] -= bboxes[:, 5] / 2
-        bboxes[:, 6] = torch.remainder(bboxes[:, 6] + torch.pi, 2 * torch.pi) - torch.pi
+        turns = torch.remainder(bboxes[:, 6] + torch.pi, 2 * torch.pi)
+        bboxes[:, 6] = turns - torch.pi
         height, width = batch["img"].shape[-2:]
         cam2img = torch.eye(4).repeat(batch["intrinsics"].shape[1], 1, 1)
         cam2img[:, :3, :3] = batch["intrinsics"][row].cpu()

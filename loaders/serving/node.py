@@ -69,7 +69,8 @@ def connect_node() -> Callable[[], tuple[None, Connection]]:
             "environment, as torchrun sets them: start the ranks by it, or take where='process'"
         )
     job = [os.environ.get(name, "") for name in _JOB]
-    digest = hashlib.sha256("\n".join([*job, str(next(_numbers))]).encode()).hexdigest()
+    text = "\n".join([*job, str(next(_numbers))])
+    digest = hashlib.sha256(text.encode()).hexdigest()
     stem = f"fuelrail-{os.getuid()}-{digest[:32]}"
     names = [stem, *(f"{stem}-{number}" for number in range(1, _NAMES))]
     local_rank = os.environ["LOCAL_RANK"]

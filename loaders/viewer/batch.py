@@ -383,7 +383,10 @@ class BatchDescription(NamedTuple):
 
 def _align_columns(rows: Sequence[tuple[str, str, str]]) -> str:
     """Align the first two columns to the left."""
-    widths = [max(min(len(row[column]), 40) for row in rows) for column in (0, 1)]
+    widths = []
+    for column in (0, 1):
+        lengths = [min(len(row[column]), 40) for row in rows]
+        widths.append(max(lengths))
     return "\n".join(
         f"{name:<{widths[0]}}  {form:<{widths[1]}}  {meaning}".rstrip()
         for name, form, meaning in rows

@@ -77,7 +77,8 @@ class ImageFolder(FrameSource[FrameSettings]):
         names = self.category_names()
         self._numbers = {name: number for number, name in enumerate(names)}
         if self.given.classes != SOURCE:
-            self._numbers = dict(zip(names, self._classes().labels(names).tolist(), strict=True))
+            labels = self._classes().labels(names)
+            self._numbers = dict(zip(names, labels.tolist(), strict=True))
         num_images = 0
         for folder, classes in self._list_folders().items():
             for name in classes:

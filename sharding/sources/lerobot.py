@@ -391,7 +391,8 @@ class LeRobot(VideoSource[VideoSettings]):
                     f"{_INFO}: split '{shortened(name)}' is '{shortened(text)}', expected "
                     "FIRST:END of episodes"
                 )
-            ranges[_SPLITS.get(name, name)] = range(int(match[1]), int(match[2]))
+            split = _SPLITS.get(name, name)
+            ranges[split] = range(int(match[1]), int(match[2]))
         self._of.clear()
         num_frames = 0
         for episode in sorted(self._meta.episodes(), key=lambda episode: episode.number):
@@ -565,7 +566,8 @@ class LeRobot(VideoSource[VideoSettings]):
         for ref in refs:
             match = _ROW.match(ref)
             if match:
-                rows_by_column.setdefault((match[1], match[3]), []).append(int(match[2]))
+                place = (match[1], match[3])
+                rows_by_column.setdefault(place, []).append(int(match[2]))
         for (name, feature), rows in rows_by_column.items():
             where = f"table '{self.files.shown}/{name}'"
             begin = 0

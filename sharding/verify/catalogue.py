@@ -273,7 +273,12 @@ def _list_options(dataset: Dataset) -> dict[str, Any]:
 
 def _compare_values(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     names = dict.fromkeys((*a, *b))
-    return {name: (a.get(name), b.get(name)) for name in names if a.get(name) != b.get(name)}
+    changes = {}
+    for name in names:
+        values = (a.get(name), b.get(name))
+        if values[0] != values[1]:
+            changes[name] = values
+    return changes
 
 
 def read_tags(dataset: str | os.PathLike[str]) -> tuple[str, ...]:

@@ -179,7 +179,8 @@ def stacked_geometry(
         lidar_ego2global=arrays.lidar_ego2global[rows],
     )
     poses["cam2ego"] = poses["cam2ego"][camera_at].reshape(*shape, 4, 4)
-    poses["lidar2ego"] = poses["lidar2ego"][lidar_at].reshape(len(rows), len(sensors.lidars), 4, 4)
+    lidar_shape = (len(rows), len(sensors.lidars), 4, 4)
+    poses["lidar2ego"] = poses["lidar2ego"][lidar_at].reshape(lidar_shape)
     motion = arrays.motion[rows]
     return Geometry(
         cam_valid=is_there.astype(np.uint8),

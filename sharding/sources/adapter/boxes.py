@@ -231,7 +231,8 @@ def _make_rotations(wxyz: F64, yaw: F64) -> F64:
     yaw_rotations[:, 1, 1] = cos
     yaw_rotations[:, 2, 2] = 1
     is_unit = are_unit(wxyz)
-    full = rotation_matrices(np.where(is_unit[:, None], wxyz, [1.0, 0, 0, 0]))
+    quaternions = np.where(is_unit[:, None], wxyz, [1.0, 0, 0, 0])
+    full = rotation_matrices(quaternions)
     full[~is_unit] = np.nan
     is_yaw: Mask = np.asarray(np.isnan(wxyz).all(1))
     return np.where(is_yaw[:, None, None], yaw_rotations, full)
@@ -241,7 +242,8 @@ def rows_by_key(keys: NDArray[np.integer[Any]]) -> dict[int, NDArray[np.intp]]:
     """Return the numbers of the rows with each key, ascending, by key."""
     order = np.argsort(keys, kind="stable")
     distinct, starts = np.unique(keys[order], return_index=True)
-    return dict(zip(distinct.tolist(), np.split(order, starts)[1:], strict=True))
+    parts = np.split(order, starts)[1:]
+    return dict(zip(distinct.tolist(), parts, strict=True))
 
 
 def boxes_by_key(boxes: BoxRows, keys: NDArray[np.integer[Any]]) -> dict[int, BoxRows]:

@@ -199,7 +199,8 @@ def clip_series(
         stamps = np.asarray(times, np.int64)
         array = np.asarray(values)
         array = array.reshape(0, *measurement.shape) if not len(stamps) else array
-        if array.shape != (len(stamps), *measurement.shape) or (np.diff(stamps) <= 0).any():
+        is_ascending = not (np.diff(stamps) <= 0).any()
+        if array.shape != (len(stamps), *measurement.shape) or not is_ascending:
             raise SourceError(
                 f"clip '{clip.name}': series '{channel.name}' has {len(stamps)} times and "
                 f"values of {list(array.shape)}; times must ascend, and each value be of "
@@ -345,7 +346,8 @@ def signals(
     first = int(np.searchsorted(stamp_ns, times_ns[0] - _BESIDE_NS, "right"))
     members: list[list[Reference]] = []
     for begin, end, time_ns in zip([first, *ends], ends, times_ns, strict=False):
-        rows = np.concatenate([(time_ns - stamp_ns[begin:end, None]) * 1e-9, values[begin:end]], 1)
+        ages_s = (time_ns - stamp_ns[begin:end, None]) * 1e-9
+        rows = np.concatenate([ages_s, values[begin:end]], 1)
         members.append(
             [computed(channel, KINDS[channel.kind].encode(rows, channel))] if begin < end else []
         )

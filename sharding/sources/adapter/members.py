@@ -239,7 +239,8 @@ class MemberFinder:
             for member in frame.members:
                 if isinstance(member, FileMember):
                     other_files.update(dict.fromkeys(member.files))
-        names = list(dict.fromkeys([*[part.name for part in parts.values()], *other_files]))
+        part_names = [part.name for part in parts.values()]
+        names = list(dict.fromkeys([*part_names, *other_files]))
         for name in names:
             check_inside(name, where)
         facts = facts_by_name(self.files, names)

@@ -178,7 +178,8 @@ class ClipRows:
             raise SourceError(f"{where} has no frames")
         self._check_frames(where, frames)
         series = clip_series(self.channels, clip, frames)
-        due = set(thinned(np.array([frame.timestamp_ns for frame in frames]), rate).tolist())
+        times = np.array([frame.timestamp_ns for frame in frames])
+        due = set(thinned(times, rate).tolist())
         frames = [frame for frame in frames if frame.timestamp_ns in due]
         arrays = clip_arrays(self.sensors, frames, trajectory, has_poses=self.has_poses)
         stamp = self._compute_stamp(clip)

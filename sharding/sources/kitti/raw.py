@@ -254,9 +254,12 @@ class Kitti(FrameSource[KittiSettings]):
         cams, velo, imu = (
             read_numbers(self.files, f"{calibration}{name}") for name in _CALIBRATION
         )
-        velo2cam = velo.transform(velo.matrix("R", 3, 3), velo.matrix("T", 1, 3)[0])
-        imu2velo = imu.transform(imu.matrix("R", 3, 3), imu.matrix("T", 1, 3)[0])
-        ego2rect = cams.transform(cams.matrix("R_rect_00", 3, 3), np.zeros(3)) @ velo2cam @ imu2velo
+        (velo_shift,) = velo.matrix("T", 1, 3)
+        velo2cam = velo.transform(velo.matrix("R", 3, 3), velo_shift)
+        (imu_shift,) = imu.matrix("T", 1, 3)
+        imu2velo = imu.transform(imu.matrix("R", 3, 3), imu_shift)
+        cam2rect = cams.transform(cams.matrix("R_rect_00", 3, 3), np.zeros(3))
+        ego2rect = cam2rect @ velo2cam @ imu2velo
         cameras = {
             name: camera(cams.matrix(f"P_rect_{name[-2:]}", 3, 4), ego2rect)
             for name in self._cameras

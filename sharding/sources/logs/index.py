@@ -226,7 +226,8 @@ class LogIndex:
     ) -> None:
         """Read the messages of each topic together, and forget them."""
         for name, entries in self._found.items():
-            times_ns = np.array([entry[:2] for entry in entries], np.int64).reshape(-1, 2)
+            pairs = [entry[:2] for entry in entries]
+            times_ns = np.array(pairs, np.int64).reshape(-1, 2)
             stamps, log_ns = times_ns.T
             items = [entry[2] for entry in entries]
             mask = self._ascending_mask(name, stamps, log_ns, [item.place for item in items])
@@ -429,7 +430,9 @@ class LogIndex:
         if not len(stamps):
             return np.ones(0, np.bool_)
         latest, recorded_ns = self._latest.get(topic_name, (int(stamps[0]), int(log_ns[0])))
-        passed_ns = stamps - np.maximum.accumulate(np.concatenate([[latest], stamps]))[:-1]
+        all_stamps = np.concatenate([[latest], stamps])
+        latest_before = np.maximum.accumulate(all_stamps)[:-1]
+        passed_ns = stamps - latest_before
         newest = np.flatnonzero(passed_ns >= 0)
         jumps = np.flatnonzero(passed_ns > self._max_gap_ns)
         if len(jumps):

@@ -161,10 +161,13 @@ def byte_ranges(data: pa.Array, mapped: pa.Buffer, advice: str) -> list[tuple[in
     ends = np.frombuffer(offsets, dtype)[data.offset : data.offset + len(data) + 1]
     ends = ends.astype(np.int64)
     begin = content.address - mapped.address if content is not None else 0
-    if ends[0] < ends[-1] and not 0 <= begin + ends[0] <= begin + ends[-1] <= mapped.size:
+    first = begin + ends[0]
+    last = begin + ends[-1]
+    if first < last and not 0 <= first <= last <= mapped.size:
         raise ValueError(f"its record batches are compressed: {advice}")
     sizes = np.where(data.is_valid().to_numpy(zero_copy_only=False), np.diff(ends), 0)
-    return list(zip((begin + ends[:-1]).tolist(), sizes.tolist(), strict=True))
+    starts = begin + ends[:-1]
+    return list(zip(starts.tolist(), sizes.tolist(), strict=True))
 
 
 def columns(

@@ -97,7 +97,9 @@ def alike(
 
 def numbers(columns: U8) -> I64:
     """Return the varints (N,) whose bytes are the rows of (N, B)."""
-    return (columns & 0x7F).astype(np.int64) @ (1 << 7 * np.arange(columns.shape[1]))
+    digits = (columns & 0x7F).astype(np.int64)
+    weights = 1 << 7 * np.arange(columns.shape[1])
+    return digits @ weights
 
 
 def spans(
@@ -276,7 +278,8 @@ class Proto:
 
     def double(self, name: str) -> float:
         """Return a double."""
-        return float(struct.unpack("<d", self._fields.get(name, [bytes(8)])[-1])[0])
+        encoded = self._fields.get(name, [bytes(8)])[-1]
+        return float(struct.unpack("<d", encoded)[0])
 
     def doubles(self, name: str) -> list[float]:
         """Return repeated doubles, packed or not."""

@@ -102,7 +102,8 @@ class ScanReport(msgspec.Struct, kw_only=True):
         """
         points = intrinsics[..., :2, 2]
         # Where a point is NaN it counts as inside.
-        outside = ((points < -0.5) | (points > sizes - 0.5)).any(-1) & (sizes > 0).all(-1)
+        is_beyond = (points < -0.5) | (points > sizes - 0.5)
+        outside = is_beyond.any(-1) & (sizes > 0).all(-1)
         for channel, number in zip(channels, np.count_nonzero(outside, 0).tolist(), strict=True):
             text = (
                 "principal point outside of the image: are the intrinsics those of images of "

@@ -580,4 +580,5 @@ def _make_ycc2rgb(matrix: int) -> F64:
     kg = 1 - kr - kb
     red = 2 * (1 - kr)
     blue = 2 * (1 - kb)
-    return np.array([[1, 0, red], [1, -kb * blue / kg, -kr * red / kg], [1, blue, 0]])
+    green = [1, -kb * blue / kg, -kr * red / kg]
+    return np.array([[1, 0, red], green, [1, blue, 0]])

@@ -220,7 +220,8 @@ def _read_frame_head(
             camera_labels.append(window.read(field.start, field.end - field.start))
         elif field.number == FRAME_MAP and has_map:
             # The message begins before its key and its length.
-            key = field.start - 1 - max(-(-(field.end - field.start).bit_length() // 7), 1)
+            num_bits = (field.end - field.start).bit_length()
+            key = field.start - 1 - max(-(-num_bits // 7), 1)
             map_span = key if map_span is None else map_span[0], field.end
         elif field.number == FRAME_MAP_OFFSET and has_map:
             map_offset = place(window.read(field.start, field.end - field.start))
@@ -379,7 +380,8 @@ def read_context(data: bytes) -> tuple[str, dict[str, Image], dict[str, str]]:
                 )
             mount = np.array(transform(plain[3])).reshape(4, 4)
             shutter = plain.get(6, 0)
-            camera_image = calibrated(lens, mount, (plain.get(4, 0), plain.get(5, 0)), shutter)
+            size = (plain.get(4, 0), plain.get(5, 0))
+            camera_image = calibrated(lens, mount, size, shutter)
             if camera in cameras:
                 raise ValueError(f"two calibrations of {camera}")
             cameras[camera] = camera_image
@@ -566,7 +568,8 @@ def read_camera_labels(data: bytes) -> tuple[str, ImageBoxRows]:
             track.append(label[4].decode() if 4 in label else "")
     if name not in CAMERAS:
         raise ValueError(f"labels of the unknown camera {name}")
-    return CAMERAS[name], image_rows(np.array(boxes, np.float64).reshape(-1, 4), category, track)
+    corners = np.array(boxes, np.float64).reshape(-1, 4)
+    return CAMERAS[name], image_rows(corners, category, track)
 
 
 def _read_boxes(data: U8, rows: NDArray[np.intp], fail: Fail) -> F64:

@@ -95,7 +95,8 @@ def sweeps(files: SourceFiles, name: str, selected: Collection[int]) -> Iterator
         mounts[laser] = (rows[mount_column][row].reshape(4, 4), inclination)
     types = {_TIME: pa.int64(), _POSE: pa.list_(pa.float64(), 16)}
     poses = read_parquet(files, _name_beside(name, "vehicle_pose"), types, read_whole=True)
-    pose_of = dict(zip(poses[_TIME].tolist(), poses[_POSE].reshape(-1, 4, 4), strict=True))
+    matrices = poses[_POSE].reshape(-1, 4, 4)
+    pose_of = dict(zip(poses[_TIME].tolist(), matrices, strict=True))
     pixel_poses = _PixelPoses(files, _name_beside(name, "lidar_pose"), remaining)
     parts: dict[int, dict[int, F32]] = {}
     for time, laser, image in _read_range_images(

@@ -90,7 +90,8 @@ def merge_wal(
                 shutil.copyfileobj(source, target, 1 << 20)
     with parsing(place, "is not one of SQLite"), copied_log.open("rb") as file:
         head = file.read(_HEADER.size)
-        magic, _, page_bytes, _, *salts, _, _ = _HEADER.unpack(head.ljust(_HEADER.size, b"\0"))
+        padded = head.ljust(_HEADER.size, b"\0")
+        magic, _, page_bytes, _, *salts, _, _ = _HEADER.unpack(padded)
         if magic not in _MAGICS or not 512 <= page_bytes <= 1 << 16:
             raise ValueError(
                 f"it begins with {head[:8].hex(' ')}; move it away to read the file without it"

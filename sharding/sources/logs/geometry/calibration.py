@@ -97,7 +97,8 @@ def camera_model(
         if len(info.r) == 9 and any(info.r):
             turned[:3, :3] = np.array(info.r).reshape(3, 3).T
         shifted = np.eye(4)
-        shifted[:3, 3] = -np.linalg.solve(p[:, :3], p[:, 3])
+        place = np.linalg.solve(p[:, :3], p[:, 3])
+        shifted[:3, 3] = -place
         cam2ego = cam2ego @ turned @ shifted
     elif any(info.d):
         dist = tuple(info.d)

@@ -116,7 +116,8 @@ class CanMessages(msgspec.Struct, frozen=True):
         """Return the member's bytes; raise SourceError."""
         times, values = _parse_file(read, self.message, self.file)
         mask = (times > self.after_us) & (times <= self.until_us)
-        rows = np.concatenate([(self.until_us - times[mask, None]) * 1e-6, values[mask]], 1)
+        ages_s = (self.until_us - times[mask, None]) * 1e-6
+        rows = np.concatenate([ages_s, values[mask]], 1)
         channel = can_channel(self.message)
         return KINDS[channel.kind].encode(rows, channel)
 

@@ -105,7 +105,8 @@ class RadarFiles(msgspec.Struct, frozen=True, tag="radar"):
             for pair in _VELOCITIES:
                 indices = [columns.index(name) for name in pair]
                 points[:, indices] = points[:, indices] @ matrix[:2, :2].T
-            parts.append(np.concatenate([points, np.full((len(points), 1), dt_s)], 1))
+            ages = np.full((len(points), 1), dt_s)
+            parts.append(np.concatenate([points, ages], 1))
         return np.concatenate(parts).astype(np.float32)
 
 
