@@ -11,9 +11,10 @@ import msgspec
 
 from fuelrail.loaders.decode import dali_install, plugin_decoders
 from fuelrail.pipeline.cli import (
+    Argument,
     Command,
     PrintOptions,
-    add_flags,
+    command,
     from_flags,
     given_flags,
     print_json,
@@ -29,28 +30,24 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.runtime.metrics import Metric, MetricsServer
 
 
-def _configure_view(parser: argparse.ArgumentParser) -> None:
-    from fuelrail.loaders.integrations.rerun import RecordOptions
-    from fuelrail.loaders.view import ViewOptions
-
-    parser.add_argument("dataset", metavar="DATASET", help="folder or URL of a Fuelrail dataset")
-    parser.add_argument(
-        "key",
-        metavar="KEY",
-        nargs="?",
-        help="sample key (default: the first sample of the dataset)",
-    )
-    add_flags(parser, ViewOptions)
-    add_flags(parser, RecordOptions)
+COMMANDS: dict[str, Command] = {}
 
 
-def _run_view(args: argparse.Namespace) -> int:
+@command(
+    COMMANDS,
+    Argument("dataset", "DATASET", "folder or URL of a Fuelrail dataset"),
+    Argument("key", "KEY", "sample key (default: the first sample of the dataset)", nargs="?"),
+    options=["loaders.view:ViewOptions", "loaders.integrations.rerun:RecordOptions"],
+)
+def run_view(args: argparse.Namespace) -> int:
+    """Draw a sample's cameras and boxes, through the augmentation, as a PNG."""
     from fuelrail.loaders.integrations.rerun import RecordOptions, record_clip
     from fuelrail.loaders.view import ViewOptions, view
 
     recording = from_flags(args, RecordOptions).rerun
     if recording is not None:
-        if flags_given := given_flags(args, ViewOptions):
+        flags_given = given_flags(args, ViewOptions)
+        if flags_given:
             raise ConfigError(
                 "--rerun records the stored images, so it cannot be combined with "
                 f"{min(flags_given.values())}"
@@ -65,27 +62,15 @@ def _run_view(args: argparse.Namespace) -> int:
     return 0
 
 
-def _run_doctor(args: argparse.Namespace) -> int:
+@command(COMMANDS, options=["pipeline.cli:PrintOptions"])
+def run_doctor(args: argparse.Namespace) -> int:
+    """Check which decoders are installed and suggest faster ones."""
     report = doctor()
     if from_flags(args, PrintOptions).json:
         print_json(report)
     else:
         print(report.as_text())  # noqa: T201
     return 0
-
-
-COMMANDS = {
-    "view": Command(
-        "draw a sample's cameras and boxes, through the augmentation, as a PNG",
-        _configure_view,
-        _run_view,
-    ),
-    "doctor": Command(
-        "check which decoders are installed and suggest faster ones",
-        lambda parser: add_flags(parser, PrintOptions),
-        _run_doctor,
-    ),
-}
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -160,7 +145,36 @@ def doctor() -> DoctorReport:
             f"{how_to_install('fuelrail[simd]')}"
         )
     findings.append(Finding("decoder=pillow", state, advice))
-    findings += _describe_dali()
+    dali_package = dali_install.installed_dali()
+    if dali_package is None:
+        state = "NVIDIA DALI is not installed"
+        advice = dali_install.what_to_install()
+    elif dali_package.problem:
+        state = f"not ready: {dali_package.problem}"
+        advice = dali_package.advice
+    else:
+        state = (
+            f"ready: {dali_package}; on the CPU it decodes in full size and is slower than turbo"
+        )
+        advice = (
+            "with a GPU give the loader decoder='dali' and device='cuda'; auto does not choose it"
+        )
+    findings.append(Finding("decoder=dali", state, advice))
+    if importlib.util.find_spec("torch") is None:
+        state = "none: torch is not installed"
+        advice = how_to_install("fuelrail[torch]")
+    else:
+        import torch
+
+        if torch.cuda.is_available():
+            engine = dali_install.gpu_engine()
+            state = f"by {engine.name}: {engine.reason}"
+            advice = engine.advice
+        else:
+            built = "" if torch.version.cuda else "; this torch is built without CUDA"
+            state = f"none: torch finds no GPU{built}"
+            advice = ""
+    findings.append(Finding("GPU decoding", state, advice))
     for name, entry in plugin_decoders().items():
         findings.append(Finding(f"decoder={name}", f"plug-in: {entry.value}"))
     num_workers = default_num_workers()
@@ -177,45 +191,6 @@ def _find_version(*packages: str) -> str | None:
         except importlib.metadata.PackageNotFoundError:
             continue
     return None
-
-
-def _describe_dali() -> list[Finding]:
-    """Return whether DALI can be used, and what decodes with it on a GPU."""
-    dali_package = dali_install.installed_dali()
-    if dali_package is None:
-        state = "NVIDIA DALI is not installed"
-        advice = dali_install.what_to_install()
-    elif dali_package.problem:
-        state = f"not ready: {dali_package.problem}"
-        advice = dali_package.advice
-    else:
-        state = (
-            f"ready: {dali_package}; on the CPU it decodes in full size and is slower than turbo"
-        )
-        advice = (
-            "with a GPU give the loader decoder='dali' and device='cuda'; auto does not choose it"
-        )
-    dali = Finding("decoder=dali", state, advice)
-    if importlib.util.find_spec("torch") is None:
-        install = how_to_install("fuelrail[torch]")
-        return [
-            dali,
-            Finding("GPU decoding", "none: torch is not installed", install),
-        ]
-
-    import torch
-
-    if not torch.cuda.is_available():
-        built = "" if torch.version.cuda else "; this torch is built without CUDA"
-        return [
-            dali,
-            Finding("GPU decoding", f"none: torch finds no GPU{built}"),
-        ]
-    engine = dali_install.gpu_engine()
-    return [
-        dali,
-        Finding("GPU decoding", f"by {engine.name}: {engine.reason}", engine.advice),
-    ]
 
 
 def serve_metrics(loader: DataLoader, *, port: int = 0, host: str = "127.0.0.1") -> MetricsServer:
@@ -238,6 +213,8 @@ def serve_metrics(loader: DataLoader, *, port: int = 0, host: str = "127.0.0.1")
 
     def collect() -> list[Metric]:
         current_loader = alive()
-        return [] if current_loader is None else loader_metrics(current_loader.stats(), labels)
+        if current_loader is None:
+            return []
+        return loader_metrics(current_loader.stats(), labels)
 
     return MetricsServer(collect, port=port, host=host)

@@ -512,14 +512,18 @@ class Arguments(Settings, frozen=True, kw_only=True):
     @property
     def num_threads(self) -> int:
         """Decoding threads at the start."""
-        return self.num_workers if isinstance(self.num_workers, int) else default_num_workers()
+        if isinstance(self.num_workers, int):
+            return self.num_workers
+        return default_num_workers()
 
 
 def _plain(value: object) -> object:
     """Return NumPy integers as Python's, which msgspec and JSON know; also those in a dict."""
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
-    return int(value) if isinstance(value, np.integer) else value
+    if isinstance(value, np.integer):
+        return int(value)
+    return value
 
 
 _STRUCTS: Final[dict[str, type[Settings]]] = {

@@ -37,26 +37,43 @@ if TYPE_CHECKING:
 
 DATA_AXES: Final = frozenset(
     {
-        *("dp", "data", "data_parallel", "batch", "ddp", "fsdp", "hsdp"),
-        *("dp_replicate", "dp_shard", "replicate", "shard", "replica"),
+        "dp",
+        "data",
+        "data_parallel",
+        "batch",
+        "ddp",
+        "fsdp",
+        "hsdp",
+        "dp_replicate",
+        "dp_shard",
+        "replicate",
+        "shard",
+        "replica",
     }
 )
 """Mesh axes along which ranks get different samples; HSDP's two axes together are data parallel."""
 
 MODEL_AXES: Final = frozenset(
     {
-        *("tp", "tensor", "tensor_parallel", "mp", "model", "model_parallel"),
-        *("pp", "pipe", "pipeline", "pipeline_parallel", "stage"),
-        *(
-            "cp",
-            "context",
-            "context_parallel",
-            "sp",
-            "seq",
-            "sequence",
-            "sequence_parallel",
-            "spatial",
-        ),
+        "tp",
+        "tensor",
+        "tensor_parallel",
+        "mp",
+        "model",
+        "model_parallel",
+        "pp",
+        "pipe",
+        "pipeline",
+        "pipeline_parallel",
+        "stage",
+        "cp",
+        "context",
+        "context_parallel",
+        "sp",
+        "seq",
+        "sequence",
+        "sequence_parallel",
+        "spatial",
     }
 )
 """Mesh axes along which ranks share their samples."""
@@ -70,7 +87,9 @@ def resolve_world(world: World | DeviceMesh | None) -> World:
         return world
     if world is not None and not hasattr(world, "mesh_dim_names"):
         raise WorldError(f"world={world!r} is neither a World(rank, size) nor a DeviceMesh")
-    return detect_world() if world is None else mesh_world(world)
+    if world is None:
+        return detect_world()
+    return mesh_world(world)
 
 
 def mesh_world(mesh: DeviceMesh, data_axes: Collection[str] | None = None) -> World:

@@ -450,7 +450,10 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
                     self._halt()
 
     def _hand_out(
-        self, pipeline: Pipeline, walk: Walk, iteration: object
+        self,
+        pipeline: Pipeline,
+        walk: Walk,
+        iteration: object,
     ) -> Iterator[dict[str, Any]]:
         """Hand out the batches of a pipeline up to the epoch's end, keeping the position; leaving
         it early stops the threads.
@@ -487,16 +490,16 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
                     self._position,
                     partial(batch_digest, batch),
                 )
-                if (tuning := self._runner.tuning_due()) is not None:
+                tuning = self._runner.tuning_due()
+                if tuning is not None:
                     self.tune(tuning)
                 if handed_out == num_batches and self._runner.runs(pipeline):
                     # Before the last batch, not after the loop: a user who counts by len() never
                     # asks for one more.
                     self._runner.park_at(walk.following.rolled(self._batching))
                 yield batch
-                del (
-                    batch
-                )  # while the consumer asks for the next one, its buffer is free for another
+                # While the consumer asks for the next one, its buffer is free for another.
+                del batch
             if self._runner.runs(pipeline):
                 following = walk.following.rolled(self._batching)
                 if not num_batches:
@@ -738,7 +741,9 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         A subclass may wrap them, to watch or to disturb a loader.
         """
         tuning = Tuning(self.num_workers, self.prefetch_factor)
-        return self._make.stages(tuning) if self._client is None else self._make.receiving(tuning)
+        if self._client is None:
+            return self._make.stages(tuning)
+        return self._make.receiving(tuning)
 
     def tune(self, tuning: Tuning) -> None:
         """Change the numbers of threads and of ready batches, also of an iteration under way."""
@@ -859,7 +864,10 @@ def _choose_samples(
     if transforms.box_frame == "lidar":
         require_lidar(schedule.sources)
     return schedule, order_batching(
-        schedule.where.order, global_batch, world, drop_last=options.drop_last
+        schedule.where.order,
+        global_batch,
+        world,
+        drop_last=options.drop_last,
     )
 
 

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from fuelrail.loaders.storage.layers import LayeredStorage
     from fuelrail.loaders.storage.protocol import PendingSample
     from fuelrail.loaders.storage.reader import FetchedSpan, SampleReader
+    from fuelrail.pipeline.dtypes import U8
     from fuelrail.pipeline.format.attributes import AttributeColumns
     from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.format.index.row import IndexRow
@@ -151,7 +152,7 @@ class BatchSlot(NamedTuple):
             }
         return _tensor(self.images)
 
-    def frames(self, batch_row: int) -> Sequence[Sequence[NDArray[np.uint8]]]:
+    def frames(self, batch_row: int) -> Sequence[Sequence[U8]]:
         """Return the images of one sample in host memory, frame by frame and camera by camera:
         (3, H, W) each.
         """
@@ -161,7 +162,7 @@ class BatchSlot(NamedTuple):
             frames = images[batch_row] if self.has_windows else images[batch_row : batch_row + 1]
             return cast("Sequence[Sequence[NDArray[np.uint8]]]", frames)
         places = {camera: place for place in enumerate(self.groups) for camera in place[1].cameras}
-        images_of_frames: list[list[NDArray[np.uint8]]] = []
+        images_of_frames: list[list[U8]] = []
         for frame in range(self.images[0].shape[1] if self.has_windows else 1):
             index = (batch_row, frame) if self.has_windows else (batch_row,)
             frame_images = [
@@ -179,10 +180,12 @@ class BatchSlot(NamedTuple):
         """
         images = self.images if isinstance(self.images, tuple) else (self.images,)
         cameras: list[Sequence[int] | None] = [group.cameras for group in self.groups] or [None]
-        tensors = [
-            _tensor(group_images) if self.has_windows else _tensor(group_images)[:, None]
-            for group_images in images
-        ]
+        tensors = []
+        for group_images in images:
+            if self.has_windows:
+                tensors.append(_tensor(group_images))
+            else:
+                tensors.append(_tensor(group_images)[:, None])
         return list(zip(cameras, tensors, strict=True))
 
     def for_rows(
@@ -197,7 +200,9 @@ class BatchSlot(NamedTuple):
 
 
 def _tensor(images: Images) -> torch.Tensor:
-    return images if isinstance(images, torch.Tensor) else torch.from_numpy(images)
+    if isinstance(images, torch.Tensor):
+        return images
+    return torch.from_numpy(images)
 
 
 class FrameTask(NamedTuple):
@@ -284,7 +289,9 @@ class Parsed(NamedTuple):
     @property
     def views(self) -> tuple[Parsed, ...]:
         """The draws of the sample: itself, and the other one where there are two."""
-        return (self,) if self.second is None else (self, self.second)
+        if self.second is None:
+            return (self,)
+        return self, self.second
 
     @property
     def sample(self) -> Sample:

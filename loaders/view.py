@@ -30,10 +30,8 @@ from fuelrail.pipeline.text import shortened
 from fuelrail.pipeline.transforms.image import CameraGroup, ImageAugment
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
     from fuelrail.loaders.loader import DataLoader
+    from fuelrail.pipeline.dtypes import U8
     from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.sample.schema import Sample
 
@@ -88,7 +86,7 @@ class ViewReport(NamedTuple):
     key: str
     num_cameras: int
     num_boxes: int
-    sheet: NDArray[np.uint8]
+    sheet: U8
     selected: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
 
@@ -114,7 +112,9 @@ def _stored(
     cameras_of: dict[tuple[int, int], list[str]] = {}
     absent: list[str] = []
     for camera, (width, height) in zip(
-        dataset.manifest.cameras, sample.geometry.img_wh.tolist(), strict=True
+        dataset.manifest.cameras,
+        sample.geometry.img_wh.tolist(),
+        strict=True,
     ):
         if camera.channel in sample.images:
             cameras_of.setdefault((width, height), []).append(camera.channel)
@@ -136,7 +136,10 @@ def _stored(
 
 
 def load_sample(
-    opened: Dataset, row: int, sample: Sample, options: ViewOptions
+    opened: Dataset,
+    row: int,
+    sample: Sample,
+    options: ViewOptions,
 ) -> tuple[dict[str, Any], DataLoader]:
     """Return a batch of one row of a dataset, which is ``sample``, as a loader delivers it; and the
     loader, closed.
@@ -153,7 +156,9 @@ def load_sample(
         name: LayerOptions(where, missing="mask") for name, where in (options.layers or {}).items()
     }
     joined = [open_layer(name, entry.path, opened, entry.missing) for name, entry in layers.items()]
-    added = [channel.name for layer in joined for channel in layer.channels]
+    added: list[str] = []
+    for layer in joined:
+        added += [channel.name for channel in layer.channels]
     Selectable(opened, joined).split(options.select or ())
     image = options.image
     groups = None

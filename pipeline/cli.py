@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
+import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import inspect
@@ -27,6 +29,7 @@ from fuelrail.pipeline.settings import (
 from fuelrail.pipeline.text import json_text
 
 S = TypeVar("S", bound=msgspec.Struct)
+Run: TypeAlias = "Callable[[argparse.Namespace], int]"
 
 
 class Command(NamedTuple):
@@ -39,7 +42,59 @@ class Command(NamedTuple):
 
     help: str
     configure: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], int]
+    run: Run
+
+
+class Argument(NamedTuple):
+    """A positional argument of a command."""
+
+    name: str
+    metavar: str
+    help: str
+    nargs: str | None = None
+
+
+def command(
+    commands: dict[str, Command],
+    *arguments: Argument,
+    options: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+) -> Callable[[Run], Run]:
+    """Make a command of the function ``run_WORD`` that follows, and put it into ``commands``.
+
+    Its docstring is the help: the first sentence in lists, what follows in ``--help``. ``options``
+    are structs, as ``module:Name``, whose modules are imported when the command is used.
+    ``environment`` is set before, where it does not say otherwise.
+    """
+
+    def configure(parser: argparse.ArgumentParser, details: str) -> None:
+        for name, value in (environment or {}).items():
+            os.environ.setdefault(name, value)
+        if details:
+            parser.description = " ".join(details.split())
+        for argument in arguments:
+            parser.add_argument(
+                argument.name,
+                metavar=argument.metavar,
+                nargs=argument.nargs,
+                help=argument.help,
+            )
+        for option in options:
+            module_name, name = option.split(":")
+            module = importlib.import_module(f"fuelrail.{module_name}")
+            add_flags(parser, getattr(module, name), names=getattr(module, "FLAGS", None))
+
+    def register(run: Run) -> Run:
+        summary, _, details = (run.__doc__ or "").partition("\n\n")
+        summary = " ".join(summary.split())
+        commands[run.__name__.removeprefix("run_")] = Command(
+            help=f"{summary[:1].lower()}{summary[1:].rstrip('.')}",
+            configure=partial(configure, details=details),
+            run=run,
+        )
+        return run
+
+    return register
 
 
 def counted(number: int, noun: str) -> str:
@@ -229,7 +284,9 @@ def _arguments(types: list[inspect.Type], field: str) -> dict[str, Any]:
 
 
 def _number_or_text(text: str) -> int | str:
-    return int(text) if re.fullmatch(r"-?[0-9]+", text) else text
+    if re.fullmatch(r"-?[0-9]+", text):
+        return int(text)
+    return text
 
 
 class PrintOptions(Settings, frozen=True, kw_only=True):
@@ -246,44 +303,33 @@ def print_json(value: object) -> None:
     sys.stdout.write(json_text(value))
 
 
-def _configure_top(parser: argparse.ArgumentParser) -> None:
-    from fuelrail.pipeline.runtime.top import TopOptions
-
-    parser.add_argument(
-        "endpoints",
-        nargs="+",
-        metavar="URL",
-        help="metrics endpoint of a loader, HOST:PORT or URL; one for each rank",
-    )
-    add_flags(parser, TopOptions)
+COMMANDS: dict[str, Command] = {}
 
 
-def _run_top(args: argparse.Namespace) -> int:
-    from fuelrail.pipeline.runtime.top import TopOptions, show
-
-    with contextlib.suppress(KeyboardInterrupt):  # the usual way to end it
-        show(args.endpoints, from_flags(args, TopOptions))
-    return 0
-
-
-def _run_presets(args: argparse.Namespace) -> int:
+@command(COMMANDS, options=["pipeline.cli:PrintOptions"])
+def run_presets(args: argparse.Namespace) -> int:
+    """List the settings that can be given by name: images, ego frame, pixel values, orders,
+    scenarios.
+    """
     report = presets()
     print_json(report) if from_flags(args, PrintOptions).json else print(report.as_text())  # noqa: T201
     return 0
 
 
-COMMANDS = {
-    "presets": Command(
-        (
-            "list the settings that can be given by name: images, ego frame, pixel values, "
-            "orders, scenarios"
-        ),
-        lambda parser: add_flags(parser, PrintOptions),
-        _run_presets,
+@command(
+    COMMANDS,
+    Argument(
+        "endpoints",
+        "URL",
+        "metrics endpoint of a loader, HOST:PORT or URL; one for each rank",
+        nargs="+",
     ),
-    "top": Command(
-        "watch running loaders: stages, queues, and how well they feed the trainer",
-        _configure_top,
-        _run_top,
-    ),
-}
+    options=["pipeline.runtime.top:TopOptions"],
+)
+def run_top(args: argparse.Namespace) -> int:
+    """Watch running loaders: stages, queues, and how well they feed the trainer."""
+    from fuelrail.pipeline.runtime.top import TopOptions, show
+
+    with contextlib.suppress(KeyboardInterrupt):  # the usual way to end it
+        show(args.endpoints, from_flags(args, TopOptions))
+    return 0

@@ -41,9 +41,10 @@ def lazy_names(package: str, file: str) -> tuple[Callable[[str], Any], Callable[
         if module == package:  # a module of the package itself
             return import_module(f"{package}.{attribute}")
 
+        # Imported here, for `import fuelrail` alone is light.
         from fuelrail.pipeline.errors import (
             needs,
-        )  # here, for `import fuelrail` alone is light
+        )
 
         with needs(f"{package}.{name}"):
             value = getattr(import_module(module), attribute)
@@ -51,7 +52,7 @@ def lazy_names(package: str, file: str) -> tuple[Callable[[str], Any], Callable[
         return value
 
     def list_names() -> list[str]:
-        own = [name for name in vars(sys.modules[package]) if name.startswith("__")]
-        return sorted([*own, *public_names()])
+        special = [name for name in vars(sys.modules[package]) if name.startswith("__")]
+        return sorted([*special, *public_names()])
 
     return resolve, list_names

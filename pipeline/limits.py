@@ -59,15 +59,19 @@ TABLE: Final = Limit(
 TABLE_OF_LOG: Final = Limit("of a source: a compressed table of Arrow of one log", 1024 * _MIB)
 
 LIMITS: Final = (
-    *(
-        MEMBER,
-        SAMPLE,
-        LOGITS,
-        LOGITS_OF_SAMPLE,
-        MASKS_OF_SAMPLE,
-        ATTRIBUTES,
-        UNTYPED,
-    ),
-    *(YAML_VALUES, YAML_DEPTH, NAMES, LEDGER, WITNESS, TABLE, TABLE_OF_LOG),
+    MEMBER,
+    SAMPLE,
+    LOGITS,
+    LOGITS_OF_SAMPLE,
+    MASKS_OF_SAMPLE,
+    ATTRIBUTES,
+    UNTYPED,
+    YAML_VALUES,
+    YAML_DEPTH,
+    NAMES,
+    LEDGER,
+    WITNESS,
+    TABLE,
+    TABLE_OF_LOG,
 )
 """All of them, in the order of the table."""

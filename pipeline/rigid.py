@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    F64 = NDArray[np.float64]
+    from fuelrail.pipeline.dtypes import F64
 
 
 def invert_rigid(matrix: F64) -> F64:

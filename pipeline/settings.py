@@ -141,11 +141,9 @@ class CheckedSettings(Settings, frozen=True):
 def preset_files(kind: type) -> dict[str, Path]:
     """Return the files of the presets of a type of settings, by name."""
     folder = _PRESETS.get(kind.__name__)
-    return (
-        {file.stem: file for file in sorted((_CONFIGS / folder).glob("*.yaml"))}
-        if folder is not None
-        else {}
-    )
+    if folder is not None:
+        return {file.stem: file for file in sorted((_CONFIGS / folder).glob("*.yaml"))}
+    return {}
 
 
 class Preset(msgspec.Struct, frozen=True):
@@ -297,7 +295,12 @@ def make_options(kind: type[S], options: S | None, changes: Mapping[str, object]
     return convert(values, kind, kind.__name__)
 
 
-def _check_type(name: str, value: object, annotation: Any, error: type[Exception]) -> object:
+def _check_type(
+    name: str,
+    value: object,
+    annotation: Any,
+    error: type[Exception],
+) -> object:
     """Return the value as msgspec makes it of its type."""
     try:
         converted: object = msgspec.convert(value, type=annotation)
@@ -421,7 +424,8 @@ def read_text(file: Path) -> str:
     """
     with file.open("rb") as stream:
         data = stream.read(UNTYPED.maximum + 1)
-    if (text := UNTYPED.broken(len(data))) is not None:
+    text = UNTYPED.broken(len(data))
+    if text is not None:
         raise OSError(errno.EFBIG, f"it {text}")
     return data.decode("utf-8").replace("\r\n", "\n")
 
@@ -454,7 +458,8 @@ def parse_yaml(text: str, *, takes_merges: bool) -> tuple[yaml.Node | None, Any]
 
 
 def _check_yaml(number: int, limit: Limit) -> None:
-    if (text := limit.broken(number)) is not None:
+    text = limit.broken(number)
+    if text is not None:
         raise ValueError(f"it {text}")
 
 
@@ -505,16 +510,19 @@ def load_yaml(path: str | os.PathLike[str], to: type[S]) -> S:
 
     Raises ConfigError naming file, line and path in the file.
     """
+    import yaml
+
     presets_by_name = preset_files(to)
     file = presets_by_name.get(str(path), Path(path))
     try:
         text = read_text(file)
     except OSError as error:
-        hint = (
-            f"; presets: {', '.join(presets_by_name)}{did_you_mean(str(path), presets_by_name)}"
-            if presets_by_name
-            else ""
-        )
+        if presets_by_name:
+            hint = (
+                f"; presets: {', '.join(presets_by_name)}{did_you_mean(str(path), presets_by_name)}"
+            )
+        else:
+            hint = ""
         for kind, folder in _PRESETS.items():
             if str(path) in {preset.stem for preset in (_CONFIGS / folder).glob("*.yaml")}:
                 hint += f"; '{path}' is a preset of {kind}, which is a value of another field"
@@ -534,7 +542,24 @@ def load_yaml(path: str | os.PathLike[str], to: type[S]) -> S:
         return msgspec.convert(value, to)
     except msgspec.ValidationError as error:
         fault = find_fault(error, value, to)
-        raise ConfigError(f"{file}:{_line_of(root, fault)}: {fault}") from error
+        steps = _steps(fault.path)
+        if fault.unknown_field is not None:
+            steps.append(fault.unknown_field)
+        node = root
+        line = 1  # of the entry that is at fault
+        for step in steps:
+            if isinstance(node, yaml.MappingNode):
+                entry = next((entry for entry in node.value if entry[0].value == step), None)
+                if entry is None:
+                    break
+                key, node = entry
+                line = key.start_mark.line + 1
+            elif isinstance(node, yaml.SequenceNode):
+                if not step.isdigit() or int(step) >= len(node.value):
+                    continue
+                node = node.value[int(step)]
+                line = node.start_mark.line + 1
+        raise ConfigError(f"{file}:{line}: {fault}") from error
 
 
 class SettingFault(msgspec.Struct, frozen=True):
@@ -654,10 +679,17 @@ def _steps(path: str) -> list[str]:
     """Return the field names and list positions of a path; "..." is msgspec's word for some
     entry of a mapping.
     """
-    return [] if path == _ROOT else re.findall(r"[^.\[\]]+|\.\.\.", path)
+    if path == _ROOT:
+        return []
+    return re.findall(r"[^.\[\]]+|\.\.\.", path)
 
 
-def _with_keys(path: str, message: str, value: object, to: Any) -> str:
+def _with_keys(
+    path: str,
+    message: str,
+    value: object,
+    to: Any,
+) -> str:
     """Return the path with the keys of mappings, of which msgspec says "[...]" only; without a
     key that is no plain name.
     """
@@ -676,7 +708,9 @@ def _with_keys(path: str, message: str, value: object, to: Any) -> str:
     if not keys or not isinstance(keys[0], str) or re.search(r"[.\[\]]", keys[0]):
         return path
     named = f"{begin}.{keys[0]}{end}".lstrip(".")
-    return _with_keys(named, message, value, to) if "[...]" in end else named
+    if "[...]" in end:
+        return _with_keys(named, message, value, to)
+    return named
 
 
 def _with_entries(value: Any, steps: list[str], keys: Sequence[str]) -> object:
@@ -798,7 +832,9 @@ def _bounds_in_words(kind: inspect.IntType | inspect.FloatType) -> str:
 
 
 def _figure(number: float) -> str:
-    return str(number) if isinstance(number, int) else f"{number:.15g}"
+    if isinstance(number, int):
+        return str(number)
+    return f"{number:.15g}"
 
 
 def _length_in_words(least: int | None, most: int | None, noun: str) -> str:
@@ -858,28 +894,6 @@ def _inner(kind: inspect.Type, step: str) -> Iterator[inspect.Type]:
         yield kind.item_type
     elif isinstance(kind, inspect.TupleType):
         yield kind.item_types[int(step)]
-
-
-def _line_of(root: yaml.Node | None, fault: SettingFault) -> int:
-    """Return the line (from 1) of the entry that is at fault."""
-    import yaml
-
-    steps = _steps(fault.path)
-    if fault.unknown_field is not None:
-        steps.append(fault.unknown_field)
-    node = root
-    line = 1
-    for step in steps:
-        if isinstance(node, yaml.MappingNode):
-            entry = next(((k, v) for k, v in node.value if k.value == step), None)
-            if entry is None:
-                break
-            line = entry[0].start_mark.line + 1
-            node = entry[1]
-        elif isinstance(node, yaml.SequenceNode) and step.isdigit() and int(step) < len(node.value):
-            node = node.value[int(step)]
-            line = node.start_mark.line + 1
-    return line
 
 
 def _refuse_duplicates(node: yaml.Node | None, file: Path, visited: set[int]) -> None:

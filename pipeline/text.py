@@ -45,11 +45,9 @@ def shortened(value: object, limit: int = MAX_VALUE) -> str:
     their number.
     """
     text = str(value)
-    return (
-        escaped(text)
-        if len(text) <= limit
-        else f"{escaped(text[:limit])}... ({len(text)} characters)"
-    )
+    if len(text) <= limit:
+        return escaped(text)
+    return f"{escaped(text[:limit])}... ({len(text)} characters)"
 
 
 def repeated_key(data: bytes, decoded: object) -> str | None:
@@ -123,11 +121,15 @@ def json_text(value: object) -> str:
 
     A line feed ends it.
     """
-    lines = msgspec.json.format(msgspec.json.encode(value), indent=2).decode().split("\n")
-    return (
-        "\n".join("".join(c if c.isprintable() else _json_code(c) for c in line) for line in lines)
-        + "\n"
-    )
+    text = msgspec.json.format(msgspec.json.encode(value), indent=2).decode()
+    parts = []
+    for char in text:
+        if char.isprintable() or char == "\n":
+            parts.append(char)
+            continue
+        code = char.encode("utf-16-be", "surrogatepass").hex()
+        parts += [f"\\u{code[index : index + 4]}" for index in range(0, len(code), 4)]
+    return "".join(parts) + "\n"
 
 
 class Printed:
@@ -143,11 +145,6 @@ class Printed:
 def text_of(lines: Iterable[str]) -> str:
     """Return lines that hold text of strangers as one text: each is escaped as a message is."""
     return "\n".join(map(message, lines))
-
-
-def _json_code(char: str) -> str:
-    units = char.encode("utf-16-be", "surrogatepass")
-    return "".join(f"\\u{units[index : index + 2].hex()}" for index in range(0, len(units), 2))
 
 
 _KINDS: Final = {

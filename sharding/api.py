@@ -383,11 +383,9 @@ def inspect(dataset: Location, key: str | None = None, *, statistics: bool = Fal
         raise ConfigError(
             f"statistics are of a dataset, and '{key}' is one sample: leave one of them out"
         )
-    return (
-        describe_dataset(dataset, statistics=statistics)
-        if key is None
-        else describe_sample(dataset, key)
-    )
+    if key is None:
+        return describe_dataset(dataset, statistics=statistics)
+    return describe_sample(dataset, key)
 
 
 def _recipe(recipe: Recipe | None, options: Mapping[str, Any]) -> Recipe:
@@ -454,8 +452,6 @@ def _report(outcome: Outcome, out: Location, seconds: float) -> ShardReport:
 
 def _normalize_place(location: str) -> str:
     """Return the same text for two ways to write one folder or URL."""
-    return (
-        location.rstrip("/")
-        if is_url(location)
-        else os.path.realpath(location.removeprefix("file://"))
-    )
+    if is_url(location):
+        return location.rstrip("/")
+    return os.path.realpath(location.removeprefix("file://"))

@@ -240,7 +240,8 @@ def _bring_file(
         out.fs.copy(f"{root}/{old}", out.path(new))
     else:
         _copy_file(source, old, out, entry)
-    if (size := out.size(new)) != entry.bytes:
+    size = out.size(new)
+    if size != entry.bytes:
         raise SourceError(
             f"'{source.location}/{old}' has {size} bytes, its manifest says {entry.bytes}: "
             "verify it"
@@ -252,7 +253,12 @@ def _bring_file(
     return False
 
 
-def _copy_file(source: Dataset, old: str, out: Output, entry: FileEntry) -> None:
+def _copy_file(
+    source: Dataset,
+    old: str,
+    out: Output,
+    entry: FileEntry,
+) -> None:
     """Copy a file, which gets its name if it has the entry's digest."""
     if source.url is None:
         opened: Any = open_file(source.root / old)
@@ -279,7 +285,16 @@ def _publish_version(
     """Publish dictionary, tables and manifest of the new version."""
     names = list(dict.fromkeys(name for dataset in datasets for name in dataset.index.names))
     codecs = {codec for dataset in datasets for codec in dataset.index.codecs}
-    write_index(work.temporary, names, codecs, _iter_rows(datasets, pieces))
+
+    def rows_in_place() -> Iterator[IndexRow]:
+        for number, piece in enumerate(pieces):
+            old = piece.old
+            source = datasets[piece.dataset].index
+            for source_row in range(old.first_sample, old.first_sample + old.num_samples):
+                yield source.row(source_row)._replace(shard=number)
+            source.release()
+
+    write_index(work.temporary, names, codecs, rows_in_place())
     runs: list[tuple[int, range]] = []  # shards that stay neighbours are one run
     for dataset, old, _ in pieces:
         rows = range(old.first_sample, old.first_sample + old.num_samples)
@@ -347,15 +362,6 @@ def _publish_version(
     )
 
 
-def _iter_rows(datasets: Sequence[Dataset], pieces: Sequence[Piece]) -> Iterator[IndexRow]:
-    for number, piece in enumerate(pieces):
-        old = piece.old
-        source = datasets[piece.dataset].index
-        for source_row in range(old.first_sample, old.first_sample + old.num_samples):
-            yield source.row(source_row)._replace(shard=number)
-        source.release()
-
-
 def take_attributes(
     folder: Path,
     datasets: Sequence[Dataset],
@@ -387,10 +393,10 @@ def take_attributes(
                 tables[dataset],
                 np.asarray(rows[first : first + ROWS_PER_GROUP], np.int64),
             )
-            columns = [
-                rows_taken[name]
-                if name in rows_taken.column_names
-                else pa.nulls(len(rows_taken), kind)
-                for name, kind in zip(schema.names, schema.types, strict=True)
-            ]
+            columns = []
+            for name, kind in zip(schema.names, schema.types, strict=True):
+                if name in rows_taken.column_names:
+                    columns.append(rows_taken[name])
+                else:
+                    columns.append(pa.nulls(len(rows_taken), kind))
             yield pa.Table.from_arrays(columns, schema=schema)

@@ -4,17 +4,17 @@ flags in, report out.
 
 from __future__ import annotations
 
-import importlib
-import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final
 
 from fuelrail.pipeline.cli import (
+    Argument,
     Command,
     PrintOptions,
     add_flags,
+    command,
     from_flags,
     given_flags,
 )
@@ -28,23 +28,13 @@ if TYPE_CHECKING:
     from fuelrail.sharding.progress import Quiet
 
 ARROW_POOL: Final = {"ARROW_DEFAULT_MEMORY_POOL": "system"}
-"""Environment in which Arrow frees memory at once: its own pool keeps tens of megabytes of a
-long run's scan.
+"""Environment, set before Arrow is loaded, in which it frees memory at once: its own pool keeps
+tens of megabytes of a long run's scan.
 """
 
-
-class _Argument(NamedTuple):
-    """A positional argument of a command."""
-
-    name: str
-    metavar: str
-    help: str
-    nargs: str | None = None
-
-
-_DATASET: Final = _Argument("dataset", "DATASET", "folder or URL of a Fuelrail dataset")
-_FOLDER: Final = _Argument("dataset", "DATASET", "folder of a Fuelrail dataset")
-_OUT: Final = _Argument(
+_DATASET: Final = Argument("dataset", "DATASET", "folder or URL of a Fuelrail dataset")
+_FOLDER: Final = Argument("dataset", "DATASET", "folder of a Fuelrail dataset")
+_OUT: Final = Argument(
     "out",
     "OUT",
     "output folder, or URL such as s3://bucket/prefix; must be new, empty, or hold an unfinished "
@@ -59,54 +49,7 @@ _WRITE: Final = (
 
 COMMANDS: Final[dict[str, Command]] = {}
 
-Run: TypeAlias = "Callable[[argparse.Namespace], int]"
-
-
-def _command(
-    *arguments: _Argument,
-    options: Sequence[str] = (),
-    frees_memory: bool = False,
-) -> Callable[[Run], Run]:
-    """Make a command of the function ``run_WORD`` that follows.
-
-    Its docstring is the help: the first sentence in lists, what follows in ``--help``. ``options``
-    are structs, as ``module:Name``, whose modules are imported when the command is used.
-    ``frees_memory``: Arrow's memory goes back to the system at once.
-    """
-
-    def configure(parser: argparse.ArgumentParser, details: str) -> None:
-        if frees_memory:
-            for name, value in ARROW_POOL.items():
-                os.environ.setdefault(name, value)  # before Arrow is loaded
-        if details:
-            parser.description = " ".join(details.split())
-        for argument in arguments:
-            parser.add_argument(
-                argument.name,
-                metavar=argument.metavar,
-                nargs=argument.nargs,
-                help=argument.help,
-            )
-        for option in options:
-            module_name, name = option.split(":")
-            module = importlib.import_module(f"fuelrail.{module_name}")
-            add_flags(
-                parser,
-                getattr(module, name),
-                names=getattr(module, "FLAGS", None),
-            )
-
-    def register(run: Run) -> Run:
-        summary, _, details = (run.__doc__ or "").partition("\n\n")
-        summary = " ".join(summary.split())
-        COMMANDS[run.__name__.removeprefix("run_")] = Command(
-            help=f"{summary[:1].lower()}{summary[1:].rstrip('.')}",
-            configure=partial(configure, details=details),
-            run=run,
-        )
-        return run
-
-    return register
+_command = partial(command, COMMANDS)
 
 
 def _print_text(
@@ -119,7 +62,7 @@ def _print_text(
 
 
 @_command(
-    _Argument("out", "OUT", "output folder: new or empty"),
+    Argument("out", "OUT", "output folder: new or empty"),
     options=["sharding.demo.options:SynthOptions"],
 )
 def run_synth(args: argparse.Namespace) -> int:
@@ -144,14 +87,14 @@ def run_synth(args: argparse.Namespace) -> int:
 
 
 @_command(
-    _Argument(
+    Argument(
         "source",
         "KIND:PATH",
         "source to read, such as nuscenes:DATAROOT: folder or URL",
     ),
     _OUT._replace(nargs="?"),
     options=["sharding.api:SourceOptions", *_WRITE],
-    frees_memory=True,
+    environment=ARROW_POOL,
 )
 def run_shard(args: argparse.Namespace) -> int:
     """Convert a source (such as nuScenes) into a Fuelrail dataset."""
@@ -193,7 +136,7 @@ def run_shard(args: argparse.Namespace) -> int:
 
 
 @_command(
-    _Argument("kind", "KIND", "one kind (default: all)", nargs="?"),
+    Argument("kind", "KIND", "one kind (default: all)", nargs="?"),
     options=[_PRINT],
 )
 def run_sources(args: argparse.Namespace) -> int:
@@ -213,14 +156,14 @@ def run_sources(args: argparse.Namespace) -> int:
 
 
 @_command(
-    _Argument("datasets", "DATASET", f"{_DATASET.help}; several are merged", nargs="+"),
+    Argument("datasets", "DATASET", f"{_DATASET.help}; several are merged", nargs="+"),
     _OUT,
     options=[
         "sharding.api:ReshardOptions",
         *_WRITE,
         "sharding.sources.fuelrail.source:FuelrailOptions",
     ],
-    frees_memory=True,
+    environment=ARROW_POOL,
 )
 def run_reshard(args: argparse.Namespace) -> int:
     """Merge, split, reshuffle or recompress datasets, or append to one."""
@@ -231,7 +174,9 @@ def run_reshard(args: argparse.Namespace) -> int:
 
     if from_flags(args, ReshardOptions).append:
         kinds = (Recipe, EngineOptions, FuelrailOptions)
-        refused = [flag for kind in kinds for flag in given_flags(args, kind).values()]
+        refused: list[str] = []
+        for kind in kinds:
+            refused += given_flags(args, kind).values()
         if refused:
             raise append_refuses("--append", refused[0])
         return _run_with_progress(
@@ -306,7 +251,9 @@ def run_verify(args: argparse.Namespace) -> int:
             workers=options.workers,
             repair=options.repair,
             progress=lambda shard, number: update(
-                total=number, advance=1, description=f"checked {shard.name}"
+                total=number,
+                advance=1,
+                description=f"checked {shard.name}",
             ),
             before_repair=lambda damage: sys.stderr.write(damage.as_text()),
         )
@@ -314,7 +261,7 @@ def run_verify(args: argparse.Namespace) -> int:
     return 1 if report.faults else 0
 
 
-@_command(_FOLDER, options=["sharding.forget:ForgetOptions"], frees_memory=True)
+@_command(_FOLDER, options=["sharding.forget:ForgetOptions"], environment=ARROW_POOL)
 def run_forget(args: argparse.Namespace) -> int:
     """Delete samples or clips from a dataset, its layers and caches.
 
@@ -336,7 +283,7 @@ def run_forget(args: argparse.Namespace) -> int:
 
 @_command(
     _DATASET,
-    _Argument(
+    Argument(
         "key",
         "KEY",
         "sample key (default: describe the whole dataset)",
@@ -368,7 +315,7 @@ def run_log(args: argparse.Namespace) -> int:
 
 @_command(
     _DATASET._replace(name="a"),
-    _Argument("b", "OTHER", "the dataset to compare it with"),
+    Argument("b", "OTHER", "the dataset to compare it with"),
     options=[_PRINT],
 )
 def run_diff(args: argparse.Namespace) -> int:

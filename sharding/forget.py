@@ -98,7 +98,7 @@ from fuelrail.sharding.write.layers.finish import publish_rows
 from fuelrail.sharding.write.packer import (
     Packed,
     RawMember,
-    make_packer,
+    ShardPacker,
 )
 from fuelrail.sharding.write.publish import (
     publish_tables,
@@ -315,7 +315,8 @@ def forget(
     )
     listed = sorted(set(listed))
     digest = hashlib.sha256("\n".join(listed).encode()).hexdigest()
-    outs = [FolderOutput(os.fspath(place).removeprefix("file://")) for place in (dataset, *layers)]
+    places = [os.fspath(place).removeprefix("file://") for place in (dataset, *layers)]
+    outs = [FolderOutput(place) for place in places]
     out = outs[0]
     file = Path(receipt or out.root.with_name(f"{out.root.name}-forgot-{digest[:16]}.json"))
     for place_out in outs:
@@ -411,7 +412,38 @@ def _delete_all(parts: Sequence[_Part], names: list[str], caches: Sequence[Path]
     removed = [str(folder) for folder in caches if folder.is_dir() or str(folder) in noted.caches]
     _write_note(parts[0].out, msgspec.structs.replace(noted, caches=removed))
     keys = frozenset(sample.key for sample in samples)
-    folders = [_delete_samples(part, parts[0], keys) for part in parts]
+    folders: list[DeletedFrom] = []
+    for part in parts:
+        source = part.source
+        # Read before anything changes there; the dataset's own are in the report already.
+        layer_keys: list[str] = []
+        inputs: OrderInputs | None = None
+        if part is not parts[0]:
+            layer_keys = source.index.texts("key").take(part.rows).to_pylist()
+            inputs = _read_order_inputs(source, part.rows)
+        if source.root == part.out.root:
+            _make_next(part, parts[0], keys)
+        if source.root == part.out.root or part.out.size(MANIFEST_FILE) is None:
+            _take_place(part)
+        manifest = load_manifest(part.out.root, EITHER)
+        digests = {shard.sha256 for shard in open_shards(part.out.root, manifest)}
+        shards = {
+            shard.name: shard.sha256 for shard in source.shards if shard.sha256 not in digests
+        }
+        noted = _read_note(part.out)
+        folders.append(
+            DeletedFrom(
+                folder=str(part.out.root),
+                before=part.fingerprint,
+                after=manifest.fingerprint,
+                num_samples=len(part.rows),
+                shards=shards,
+                linked=[name for name in noted.linked if name in shards],
+                num_cut=noted.num_cut,
+                keys=layer_keys,
+                order=inputs,
+            )
+        )
     for folder in caches:
         shutil.rmtree(folder, ignore_errors=True)
     return ForgetReport(
@@ -455,7 +487,8 @@ def order_digest(names: Sequence[tuple[str, str]], inputs: OrderInputs | None) -
 
 def _state_deletion(source: Dataset, rows: Rows) -> dict[str, Any]:
     """Return the fact of a manifest that says what was deleted, by its number and digest."""
-    keys, clips = (source.index.texts(name).take(rows).to_pylist() for name in ("key", "clip_id"))
+    keys = source.index.texts("key").take(rows).to_pylist()
+    clips = source.index.texts("clip_id").take(rows).to_pylist()
     digest = order_digest([*zip(keys, clips, strict=True)], _read_order_inputs(source, rows))
     return {"forgotten": {"samples": len(rows), "order_sha256": digest}}
 
@@ -555,39 +588,6 @@ def _load_finished_report(
 def _select_inside(rows: Rows, shard: ShardEntry) -> Rows:
     first, end = np.searchsorted(rows, (shard.first_sample, shard.first_sample + shard.num_samples))
     return rows[first:end]
-
-
-def _delete_samples(part: _Part, base: _Part, keys: frozenset[str]) -> DeletedFrom:
-    """Delete what is to be deleted in a folder, unless that was done; ``keys`` are those of the
-    deleted samples.
-    """
-    out = part.out
-    source = part.source
-    # Read before anything changes there; the dataset's own are in the report already.
-    layer_keys: list[str] = []
-    inputs: OrderInputs | None = None
-    if part is not base:
-        layer_keys = source.index.texts("key").take(part.rows).to_pylist()
-        inputs = _read_order_inputs(source, part.rows)
-    if source.root == out.root:
-        _make_next(part, base, keys)
-    if source.root == out.root or out.size(MANIFEST_FILE) is None:
-        _take_place(part)
-    manifest = load_manifest(out.root, EITHER)
-    digests = {shard.sha256 for shard in open_shards(out.root, manifest)}
-    shards = {shard.name: shard.sha256 for shard in source.shards if shard.sha256 not in digests}
-    noted = _read_note(out)
-    return DeletedFrom(
-        folder=str(out.root),
-        before=part.fingerprint,
-        after=manifest.fingerprint,
-        num_samples=len(part.rows),
-        shards=shards,
-        linked=[name for name in noted.linked if name in shards],
-        num_cut=noted.num_cut,
-        keys=layer_keys,
-        order=inputs,
-    )
 
 
 def _make_next(part: _Part, base: _Part, keys: frozenset[str]) -> None:
@@ -834,13 +834,13 @@ def _repack_shard(
     channels = source.manifest.extra_channels
     buffer = ReadBuffer()
     with open_file(source.root / old) as shard, out.publish(new) as target:
-        packer = make_packer(
+        packer = ShardPacker(
             file=target,
-            name=new,
             number=number,
             level=level,
             dictionary=source.dictionary,
             buffer=buffer,
+            framed=is_framed(new),
         )
         for row in rows:
             shard.seek(row.offset)

@@ -125,7 +125,9 @@ def as_it_was(
             deletion = _Deletion(file, folder.before, names, report.order)
             deletions.setdefault(folder.after, deletion)
     chain = _chain_between(dataset, fingerprint, deletions)
-    return _rebuild_tables(dataset, fingerprint, chain) if chain else dataset
+    if chain:
+        return _rebuild_tables(dataset, fingerprint, chain)
+    return dataset
 
 
 def layer_as_it_was(
@@ -190,7 +192,9 @@ def _read_receipts(
 
 
 def _chain_between(
-    dataset: Dataset, fingerprint: str, deletions: dict[str, _Deletion]
+    dataset: Dataset,
+    fingerprint: str,
+    deletions: dict[str, _Deletion],
 ) -> list[_Deletion]:
     """Return the deletions since a dataset or layer had a fingerprint, the newest first; empty
     where they do not lead there.
@@ -214,7 +218,9 @@ def _chain_between(
 
 
 def _rebuild_tables(
-    dataset: Dataset, fingerprint: str, chain: Sequence[_Deletion]
+    dataset: Dataset,
+    fingerprint: str,
+    chain: Sequence[_Deletion],
 ) -> EarlierDataset:
     """Make the tables of a dataset as it was before the deletions of a chain, the newest first."""
     order = np.arange(len(dataset))  # rows of what is left; below 0: deleted samples
@@ -299,7 +305,9 @@ def _make_mismatch_error(file: Path, dataset: Dataset) -> ConfigError:
 
 
 def _rebuild_attributes(
-    dataset: Dataset, order: Rows, deleted: Sequence[dict[str, Any]]
+    dataset: Dataset,
+    order: Rows,
+    deleted: Sequence[dict[str, Any]],
 ) -> Iterator[pa.Table]:
     file = dataset.attributes_file()
     schema = file.schema(len(dataset))
@@ -324,7 +332,10 @@ def _rebuild_attributes(
 
 
 def _rebuild_splits(
-    dataset: Dataset, order: Rows, cut: dict[str, list[int]], file: Path
+    dataset: Dataset,
+    order: Rows,
+    cut: dict[str, list[int]],
+    file: Path,
 ) -> tuple[dict[str, SplitEntry], list[ShardEntry]]:
     """Return the splits as they were, and the shards that are left, which tile their samples."""
     splits: dict[str, SplitEntry] = {}

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from fuelrail.pipeline.channels.selection import check_table
 from fuelrail.pipeline.channels.sensors import CameraEntry, channel_table
@@ -86,6 +85,7 @@ from fuelrail.sharding.write.shard_writer import WriteJob
 from fuelrail.sharding.write.staging import NO_BAND, Bands, stage_clips
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.dtypes import U64
     from fuelrail.pipeline.format.codecs import Dictionary
     from fuelrail.pipeline.sample.schema import F64
     from fuelrail.sharding.engines import Engine
@@ -116,7 +116,7 @@ class _Scan(NamedTuple):
     info: ScanInfo
     table: ScanTable
     recipe: Recipe
-    stamps: NDArray[np.uint64]
+    stamps: U64
 
 
 class _Planned(NamedTuple):
@@ -225,7 +225,12 @@ def shard(
     return Outcome(manifest, num_written, num_shards - num_written, info.report)
 
 
-def repair(root: str | os.PathLike[str], source: str, num_workers: int, progress: Quiet) -> Outcome:
+def repair(
+    root: str | os.PathLike[str],
+    source: str,
+    num_workers: int,
+    progress: Quiet,
+) -> Outcome:
     """Rebuild the damaged files of a finished dataset from its original source (``KIND:LOCATION``).
 
     Raises ConfigError for a layer and for what ``--append`` or ``forget`` made, DatasetExistsError
@@ -300,9 +305,7 @@ def _make_rig(info: ScanInfo) -> Rig:
     )
 
 
-def _fill_table(
-    source: Source, path: Path, *, is_check: bool = False
-) -> tuple[ScanInfo, NDArray[np.uint64]]:
+def _fill_table(source: Source, path: Path, *, is_check: bool = False) -> tuple[ScanInfo, U64]:
     with ScanWriter(path, source.attribute_types, is_check=is_check) as out:
         info = source.scan(out)
     if not info.num_samples:
@@ -391,7 +394,10 @@ def _plan_dataset(
 
 
 def _start_run(
-    work: Workspace, scan: _Scan, planned: _Planned, finished: Manifest | None
+    work: Workspace,
+    scan: _Scan,
+    planned: _Planned,
+    finished: Manifest | None,
 ) -> tuple[Manifest | None, Dictionary | None]:
     """Store the state of the run, unless the dataset is finished; returns the manifest then, and
     the dictionary.
@@ -403,11 +409,19 @@ def _start_run(
         out.remove(MANIFEST_FILE)
         # The state comes first, so that a dictionary in OUT is that of this recipe.
         return None, train_or_load_dictionary(
-            out, recipe=scan.recipe, finished=None, table=scan.table, rows=rows
+            out,
+            recipe=scan.recipe,
+            finished=None,
+            table=scan.table,
+            rows=rows,
         )
     # The dictionary comes first: it may be the one file that is damaged.
     dictionary = train_or_load_dictionary(
-        out, recipe=scan.recipe, finished=finished, table=scan.table, rows=rows
+        out,
+        recipe=scan.recipe,
+        finished=finished,
+        table=scan.table,
+        rows=rows,
     )
     manifest = if_whole(out, finished)
     if manifest is None:
@@ -500,7 +514,9 @@ def _make_shards(
 
 
 def _find_damaged_shards(
-    out: Output, shards: Sequence[ShardEntry], num_threads: int
+    out: Output,
+    shards: Sequence[ShardEntry],
+    num_threads: int,
 ) -> Sequence[int]:
     """Return the numbers of shards that, with their DALI index, do not match their table byte
     for byte.

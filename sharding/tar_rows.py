@@ -23,8 +23,7 @@ from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.webdataset import WebDataset
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
+    from fuelrail.pipeline.dtypes import I32, I64
     from fuelrail.sharding.sources.shared.files import SourceFiles
 
 _MOST_SAMPLE_BYTES: Final = 512 << 20
@@ -86,12 +85,12 @@ class TarRows:
         """The number of rows of each tar, for an order of kind ``windowed``."""
         self._tar_names = list(tar_numbers)
         self._stamps = [self._stamp(source.files, tar) for tar in self._tar_names]
-        self._tars: NDArray[np.int32] = np.array(tars, np.int32)
+        self._tars: I32 = np.array(tars, np.int32)
         self._extension_names = list(extension_numbers)
-        self._extensions: NDArray[np.int32] = np.array(extensions, np.int32)
-        self._offsets: NDArray[np.int64] = np.array(offsets, np.int64)
-        self._lengths: NDArray[np.int64] = np.array(lengths, np.int64)
-        self._starts: NDArray[np.int64] = np.array(starts, np.int64)
+        self._extensions: I32 = np.array(extensions, np.int32)
+        self._offsets: I64 = np.array(offsets, np.int64)
+        self._lengths: I64 = np.array(lengths, np.int64)
+        self._starts: I64 = np.array(starts, np.int64)
         self._files = source.files
         self._process = os.getpid()
         self._checked: set[int] = set()
@@ -125,10 +124,15 @@ class TarRows:
             )
         item: dict[str, Any] = {"__key__": self.keys[row]}
         for number, first, last in zip(
-            self._extensions[members], offsets - begin, ends - begin, strict=True
+            self._extensions[members],
+            offsets - begin,
+            ends - begin,
+            strict=True,
         ):
             item[self._extension_names[number]] = data[first:last]
-        return item if self._transform is None else self._transform(item)
+        if self._transform is None:
+            return item
+        return self._transform(item)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out open files."""
@@ -147,4 +151,6 @@ class TarRows:
     @staticmethod
     def _stamp(files: SourceFiles, tar: str) -> tuple[int, str] | None:
         facts = files.facts(tar)
-        return None if facts is None else (facts.num_bytes, facts.stamp)
+        if facts is None:
+            return None
+        return facts.num_bytes, facts.stamp

@@ -128,7 +128,8 @@ def deleted_times(base: Dataset, rows: Rows, *, has_shards: bool) -> dict[str, D
             sensor_times[radar.name] = newest_ns
         spans = {name: _find_spans(times, is_deleted) for name, times in sensor_times.items()}
         deleted = samples[is_deleted]
-        clip_id = base.index.strings("clip_id", int(samples[0]), int(samples[0]) + 1)[0]
+        first_sample = int(samples[0])
+        (clip_id,) = base.index.strings("clip_id", first_sample, first_sample + 1)
         clips[clip_id] = DeletedTimes(
             frames[deleted],
             times_ns[deleted],
@@ -216,8 +217,9 @@ def cut_member(
     if one_of_series(channel) is not None:
         series = kind.decode(data, channel)
         keep = ~_is_inside(series[TIMES], times.spans_ns)
-        kept = {part: values[keep] for part, values in series.items()}
-        return data if keep.all() else kind.encode(kept, channel)
+        if keep.all():
+            return data
+        return kind.encode({part: values[keep] for part, values in series.items()}, channel)
     if _is_radar(channel):
         spans_ns = times.sensor_spans_ns.get(channel.name)
         points = kind.decode(data, channel)
@@ -226,7 +228,9 @@ def cut_member(
             measured_ns,
             np.zeros((0, 2), np.int64) if spans_ns is None else spans_ns,
         )
-        return data if keep.all() else kind.encode(points[keep], channel)
+        if keep.all():
+            return data
+        return kind.encode(points[keep], channel)
     if name == EGO.field and channel.columns == EGO.columns:
         value = np.array(kind.decode(data, channel))
         after_ns = value[:, _TIME_S].astype(np.float64) * 1e9
@@ -234,7 +238,9 @@ def cut_member(
         is_step = (np.nan_to_num(away_ns, nan=np.inf) < _SAME_NS).any(0)
         value[is_step, :-1] = np.nan
         value[is_step, -1] = 0
-        return kind.encode(value, channel) if is_step.any() else data
+        if is_step.any():
+            return kind.encode(value, channel)
+        return data
     if name == _AGENTS and tuple(array.name for array in channel.arrays) == _OF_STEPS:
         steps = times.frames - row.frame + PAST
         steps = steps[(steps >= 0) & (steps < STEPS)]

@@ -16,7 +16,8 @@ FILES = sorted(file.relative_to(ROOT) for hall in HALLS for file in (ROOT / hall
 # The rooms of each hall from the ground up. A room imports rooms of lower floors only.
 FLOORS: dict[str, list[set[str]]] = {
     "pipeline": [
-        {"limits", "rigid", "text"},
+        {"dtypes", "limits", "text"},
+        {"rigid"},
         {"errors"},
         {"face", "settings"},
         {"runtime", "sample"},

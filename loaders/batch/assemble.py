@@ -36,7 +36,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from fuelrail.loaders.batch.channels import SelectedChannels
 from fuelrail.loaders.batch.packs import packed_entries
@@ -48,6 +47,7 @@ if TYPE_CHECKING:
     from fuelrail.loaders.config import BoxFrame
     from fuelrail.loaders.records import Parsed
     from fuelrail.pipeline.channels.sensors import LidarEntry
+    from fuelrail.pipeline.dtypes import F64
 
 NO_CHANNELS: Final = SelectedChannels()
 _OF_CAMERAS: Final = (
@@ -200,5 +200,5 @@ def _tensor(values: Sequence[int]) -> torch.Tensor:
     return torch.from_numpy(np.array(values))  # half the time of torch.tensor()
 
 
-def _float32(matrices: NDArray[np.float64]) -> torch.Tensor:
+def _float32(matrices: F64) -> torch.Tensor:
     return torch.from_numpy(matrices.astype(np.float32))

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from fuelrail.loaders.records import (
     BatchSlot,
@@ -24,12 +23,13 @@ from fuelrail.loaders.storage.buffers import Buffers, Memory
 from fuelrail.pipeline.order.windows import has_frames
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.dtypes import U8
     from fuelrail.pipeline.order.windows import Window
 
 
-def page_locked(num_bytes: int) -> NDArray[np.uint8]:
+def page_locked(num_bytes: int) -> U8:
     """Return page-locked host memory, from which a GPU copies without the CPU."""
-    pinned: NDArray[np.uint8] = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy()
+    pinned: U8 = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy()
     return pinned
 
 
@@ -76,7 +76,8 @@ class ImageBuffers:
         size = sum(sizes)
         if room not in self._pools:
             self._pools[room] = Buffers(self._memory, keep_bytes=self._keep * size, rounded=int)
-        parts = np.split(self._pools[room].take(size), np.cumsum(sizes)[:-1])
+        memory = self._pools[room].take(size)
+        parts = np.split(memory, np.cumsum(sizes)[:-1])
         images = tuple(
             part.reshape(shape)[:rows] for part, shape in zip(parts, shapes, strict=True)
         )

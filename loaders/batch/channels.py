@@ -172,7 +172,8 @@ def choose_channels(
                 "already: leave one of them out"
             )
         entries = {channel.name, f"{channel.name}_valid"}
-        if clash := sorted(entries & names_in_use):
+        clash = sorted(entries & names_in_use)
+        if clash:
             raise ConfigError(
                 f"select={list(names)}: channel '{channel.name}' of '{dataset.location}' "
                 f"needs the batch entry '{clash[0]}', which another entry has; leave it "
@@ -199,7 +200,8 @@ def choose_attributes(
         *({channel.name, f"{channel.name}_valid"} for channel in channels)
     )
     for name in names:
-        if clash := sorted({name, f"{name}_valid"} & names_in_use):
+        clash = sorted({name, f"{name}_valid"} & names_in_use)
+        if clash:
             raise ConfigError(
                 f"select={list(names)}: a batch has another entry '{clash[0]}': leave {name!r} out"
             )
@@ -377,7 +379,9 @@ def split_sample(
                 torch.as_tensor(value.offsets)[1:-1],
             )
         )
-        return (parts, _pack_windows) if has_windows else (parts[0], _pack)
+        if has_windows:
+            return parts, _pack_windows
+        return parts[0], _pack
     if isinstance(value, Logits):
         if value.offsets is None:
             return value.map(lambda part: part[0]), _stack_logits
@@ -385,7 +389,9 @@ def split_sample(
             value.map(operator.itemgetter(slice(*ends)))
             for ends in pairwise(value.offsets.tolist())
         ]
-        return (parts_of_rows, _pack_windows) if has_windows else (parts_of_rows[0], _pack)
+        if has_windows:
+            return parts_of_rows, _pack_windows
+        return parts_of_rows[0], _pack
     if isinstance(value, dict):
         return {name: column[0] for name, column in value.items()}, _join_dicts
     return None
@@ -401,11 +407,9 @@ def _join_dicts(values: list[Any]) -> Any:
 
 
 def _stack_logits(values: list[Any]) -> Any:
-    return (
-        _join_logits(values, torch.stack)
-        if all(isinstance(value, Logits) for value in values)
-        else values
-    )
+    if all(isinstance(value, Logits) for value in values):
+        return _join_logits(values, torch.stack)
+    return values
 
 
 def _join_logits(
@@ -423,7 +427,8 @@ def _pack(values: list[Any]) -> Any:
     if not all(isinstance(value, torch.Tensor) and value.ndim == 1 for value in values):
         return values
     offsets = torch.zeros(len(values) + 1, dtype=torch.int64)
-    torch.cumsum(torch.tensor([len(value) for value in values]), 0, out=offsets[1:])
+    lengths = torch.tensor([len(value) for value in values])
+    torch.cumsum(lengths, 0, out=offsets[1:])
     # A batch has tensors in place of arrays.
     return Packed(torch.cat(values), offsets)  # type: ignore[arg-type]
 

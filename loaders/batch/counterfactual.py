@@ -54,7 +54,8 @@ class LeftOut(NamedTuple):
             # A sample, or those of a batch: nothing is written into the batch's buffer.
             if not isinstance(parsed, list) or self.new_images is None:
                 return parsed
-            slot = parsed[0].slot.for_rows(len(parsed) * len(parsed[0].views), self.new_images)
+            num_rows = len(parsed) * len(parsed[0].views)
+            slot = parsed[0].slot.for_rows(num_rows, self.new_images)
             return [sample.in_slot(slot) for sample in parsed]
 
         remaining = []
@@ -71,7 +72,9 @@ class LeftOut(NamedTuple):
 
 
 def leave_out(
-    parts: Collection[LoaderPart], schedule: Schedule, pipeline: BatchPipeline
+    parts: Collection[LoaderPart],
+    schedule: Schedule,
+    pipeline: BatchPipeline,
 ) -> tuple[LeftOut, Schedule, BatchPipeline]:
     """Prepare to leave out parts.
 
@@ -80,7 +83,8 @@ def leave_out(
     Raises ConfigError for a part that does not exist.
     """
     allowed = get_args(LoaderPart)
-    if unknown := sorted(set(parts) - {*allowed}):
+    unknown = sorted(set(parts) - {*allowed})
+    if unknown:
         raise ConfigError(
             f"a loader has no part {unknown[0]!r} to leave out; allowed: {', '.join(allowed)}"
         )

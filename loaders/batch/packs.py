@@ -82,7 +82,9 @@ def check_packs(options: Arguments) -> None:
 
 def max_tokens(pack: Pack | None) -> int | None:
     """Return how many tokens of a sample packs take, where they are asked to cut them."""
-    return pack.budget if pack is not None and pack.truncate else None
+    if pack is not None and pack.truncate:
+        return pack.budget
+    return None
 
 
 def rows_of_batch(item: Parsed) -> int:
@@ -137,7 +139,12 @@ def pad_packs(
     longest = max_tokens or pack.budget
     fills = {**fills, "pack": -1, "sequence_ids": -1}
 
-    def padded(name: str, tensor: torch.Tensor, length: int, fill: float) -> torch.Tensor:
+    def padded(
+        name: str,
+        tensor: torch.Tensor,
+        length: int,
+        fill: float,
+    ) -> torch.Tensor:
         if len(tensor) > length:
             raise ConfigError(
                 f"{name!r} has {len(tensor)} tokens, static batches hold {length}: raise max_tokens"

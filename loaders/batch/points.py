@@ -22,7 +22,14 @@ class Accumulation(NamedTuple):
     lidar: LidarEntry
     sweeps: PointSweeps
 
-    def __call__(self, sample: Sample, *, seed: int, epoch: int, row: int) -> Sample:
+    def __call__(
+        self,
+        sample: Sample,
+        *,
+        seed: int,
+        epoch: int,
+        row: int,
+    ) -> Sample:
         """Replace the lidar's own sweep of the sample by the cloud; raise SchemaError, naming
         the sample.
         """
@@ -44,7 +51,9 @@ class Accumulation(NamedTuple):
             )
         except SchemaError as error:
             raise SchemaError(
-                error.message, key=sample.key, member=f"{channel}{SWEEPS_FIELD}"
+                error.message,
+                key=sample.key,
+                member=f"{channel}{SWEEPS_FIELD}",
             ) from error
         return dataclasses.replace(sample, points={**sample.points, channel: cloud})
 

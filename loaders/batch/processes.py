@@ -34,8 +34,7 @@ from fuelrail.pipeline.runtime.workers import (
 )
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+    from fuelrail.pipeline.dtypes import U8
 
 _JOIN_S: Final = 5.0
 _LOADED_IN: Final = os.getpid()
@@ -75,7 +74,10 @@ class _Pool:
         # Before multiprocessing terminates what is left, and only in the process that started the
         # workers.
         self.end = multiprocessing.util.Finalize(
-            self, _end_workers, (self._all, self.idle), exitpriority=10
+            self,
+            _end_workers,
+            (self._all, self.idle),
+            exitpriority=10,
         )
 
     def start(self, setup: bytes) -> _Worker:
@@ -181,11 +183,9 @@ def _copy_into(place: Any, content: Any) -> Any:
     images of their form.
     """
     if isinstance(place, dict):
-        return (
-            {name: _copy_into(place.get(name), part) for name, part in content.items()}
-            if isinstance(content, dict)
-            else content
-        )
+        if isinstance(content, dict):
+            return {name: _copy_into(place.get(name), part) for name, part in content.items()}
+        return content
     if (
         not isinstance(content, torch.Tensor)
         or place is None
@@ -242,21 +242,18 @@ class _Pickler(pickle.Pickler):
         )
 
 
-def content_of(tensor: torch.Tensor) -> NDArray[np.uint8]:
+def content_of(tensor: torch.Tensor) -> U8:
     """Return the elements of a plain tensor as bytes, uint8 (n,)."""
-    dense = tensor.contiguous().as_strided(
-        (tensor.numel(),), (1,)
-    )  # strides of axes of length 1 may be any
-    content: NDArray[np.uint8] = dense.view(torch.uint8).numpy()
+    # Strides of axes of length 1 may be any.
+    dense = tensor.contiguous().as_strided((tensor.numel(),), (1,))
+    content: U8 = dense.view(torch.uint8).numpy()
     return content
 
 
 def _make_tensor(content: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    return (
-        torch.frombuffer(content, dtype=dtype).view(shape)
-        if content
-        else torch.empty(shape, dtype=dtype)
-    )
+    if content:
+        return torch.frombuffer(content, dtype=dtype).view(shape)
+    return torch.empty(shape, dtype=dtype)
 
 
 def _dump(value: Any) -> memoryview:

@@ -149,7 +149,9 @@ class Runner:
     @property
     def elapsed_s(self) -> float:
         """Seconds since the first pipeline began."""
-        return 0.0 if self._start_s is None else time.perf_counter() - self._start_s
+        if self._start_s is None:
+            return 0.0
+        return time.perf_counter() - self._start_s
 
 
 class LoaderStats(NamedTuple):

@@ -21,9 +21,6 @@ from fuelrail.pipeline.errors import ConfigError, ImageError
 from fuelrail.pipeline.transforms.randomness import second_view
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
     from fuelrail.loaders.batch.points import Accumulation
     from fuelrail.loaders.batch.timed import TimedValues
     from fuelrail.loaders.config import Transforms
@@ -31,6 +28,7 @@ if TYPE_CHECKING:
     from fuelrail.loaders.decode.protocol import ImageDecoder
     from fuelrail.loaders.storage.protocol import LayeredSpan
     from fuelrail.pipeline.channels.kinds import Value
+    from fuelrail.pipeline.dtypes import U8
     from fuelrail.pipeline.order.windows import Window
     from fuelrail.pipeline.sample.schema import Sample
     from fuelrail.pipeline.transforms.ego import BevAugment
@@ -97,7 +95,9 @@ class Augments(NamedTuple):
             )
             for group in self.images
         ]
-        return drawn[0] if self.images[0].name is None else self._in_rig_order(drawn)
+        if self.images[0].name is None:
+            return drawn[0]
+        return self._in_rig_order(drawn)
 
     def _in_rig_order(self, by_group: Iterable[Sequence[T]]) -> list[T]:
         pairs = [
@@ -301,7 +301,9 @@ def decode(
             if earlier is not None:
                 for view_images in images:
                     for image, source in zip(
-                        view_images[number], view_images[earlier], strict=True
+                        view_images[number],
+                        view_images[earlier],
+                        strict=True,
                     ):
                         image[:] = source
                 continue
@@ -327,7 +329,7 @@ def _decode_frame(
     fill: tuple[int, int, int],
     views: Sequence[Parsed],
     number: int,
-    images: Sequence[Sequence[NDArray[np.uint8]]],
+    images: Sequence[Sequence[U8]],
 ) -> None:
     """Decode the images of one frame, for each view into uint8 (3, H, W) of each camera."""
     sample = views[0].samples[number]

@@ -101,18 +101,24 @@ class BatchPipeline(NamedTuple):
     def groups(self) -> tuple[CameraImages, ...]:
         """Groups of cameras whose images differ in size; none where all have one size."""
         images = self.augments.images
-        return () if images[0].name is None else images
+        if images[0].name is None:
+            return ()
+        return images
 
     @property
     def _image_axes(self) -> tuple[int, ...]:
         """Axes of an image buffer before the cameras'."""
         rows = self.batch_size * (2 if self.augments.second_at else 1)
-        return (rows, self.num_frames) if has_frames(self.window) else (rows,)
+        if has_frames(self.window):
+            return rows, self.num_frames
+        return (rows,)
 
     @property
     def num_frames(self) -> int:
         """Frames of a sample whose images are decoded."""
-        return 1 if self.window is None else len(self.window.frames)
+        if self.window is None:
+            return 1
+        return len(self.window.frames)
 
     def with_rows(self, rows: int) -> BatchPipeline:
         """Return what makes batches of this number of samples, or of packs."""
@@ -177,7 +183,9 @@ class BatchPipeline(NamedTuple):
         be called.
         """
         if self.transfer is None:
-            return output if self.fixed is None else self.fixed(output)
+            if self.fixed is None:
+                return output
+            return self.fixed(output)
         batch = self.transfer.hand_over(output)
         if self.fixed is None:
             return batch
@@ -490,11 +498,16 @@ class BatchDecode:
             for index, parsed in enumerate(_list_views(samples)):
                 for sample, planes in zip(parsed.samples, slot.frames(index), strict=True):
                     for image, channel, change in zip(
-                        planes, self._cameras, parsed.changes, strict=True
+                        planes,
+                        self._cameras,
+                        parsed.changes,
+                        strict=True,
                     ):
                         if channel in sample.images:
                             change_pixels(image, change, self._fill)
-        return samples if on_cpu else [parsed.in_slot(slot) for parsed in samples]
+        if on_cpu:
+            return samples
+        return [parsed.in_slot(slot) for parsed in samples]
 
     def _decode(
         self,

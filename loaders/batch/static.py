@@ -84,16 +84,14 @@ def pad(
                 f"static batches need a fixed shape, and {name!r} is a "
                 f"{type(value).__name__} of tensors: {fix}"
             )
-    return (
-        padded
-        if pack is None
-        else pad_packs(
-            pack,
-            num_packs=num_packs,
-            max_tokens=settings.max_tokens,
-            batch=padded,
-            fills=_BOX_FILL,
-        )
+    if pack is None:
+        return padded
+    return pad_packs(
+        pack,
+        num_packs=num_packs,
+        max_tokens=settings.max_tokens,
+        batch=padded,
+        fills=_BOX_FILL,
     )
 
 
@@ -119,11 +117,17 @@ def _split_entry(name: str, value: object) -> dict[tuple[str, ...], torch.Tensor
     elif name != "img" or not isinstance(value, dict):
         return {}
     is_flat = all(isinstance(tensor, torch.Tensor) for tensor in value.values())
-    return {(name, part): tensor for part, tensor in value.items()} if is_flat else {}
+    if is_flat:
+        return {(name, part): tensor for part, tensor in value.items()}
+    return {}
 
 
 def _pad_lists(
-    batch: dict[str, Any], name: str, maximum: int, option: str, fill: float
+    batch: dict[str, Any],
+    name: str,
+    maximum: int,
+    option: str,
+    fill: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return lists of tensors (n, ...), one a sample or one a frame of it, as one tensor, and
     the mask of real rows.
@@ -147,7 +151,9 @@ def _pad_lists(
             place[: len(tensor)] = tensor
     mask = torch.arange(maximum) < lengths[..., None]
     has_frames = isinstance(samples[0], (list, tuple))
-    return (out, mask) if has_frames else (out[:, 0], mask[:, 0])
+    if has_frames:
+        return out, mask
+    return out[:, 0], mask[:, 0]
 
 
 class FixedBuffers:

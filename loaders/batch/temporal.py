@@ -33,6 +33,7 @@ from fuelrail.pipeline.transforms.image_map import apply_to_intrinsics, ida_mats
 
 if TYPE_CHECKING:
     from fuelrail.loaders.records import Parsed
+    from fuelrail.pipeline.dtypes import F64, I64
     from fuelrail.pipeline.sample.schema import Sample
     from fuelrail.pipeline.transforms.image_map import ImageMap
 
@@ -52,20 +53,20 @@ class Frames(NamedTuple):
     """(B, T) with windows, (B,) without."""
     geometry: Geometry
     """That of the frames as stored, with these axes in front."""
-    ida_mat: NDArray[np.float64]
+    ida_mat: F64
     """What augmentation does to the images: (*axes, N, 4, 4)."""
-    bda: NDArray[np.float64]
+    bda: F64
     """What augmentation does to the ego frame of each sample: (B, 4, 4)."""
-    intrinsics: NDArray[np.float64]
+    intrinsics: F64
     """As all that follows, after augmentation."""
-    ego2global: NDArray[np.float64]
-    cam2keyego: NDArray[np.float64]
-    ego2img: NDArray[np.float64]
-    lidar2ego: NDArray[np.float64] | None
+    ego2global: F64
+    cam2keyego: F64
+    ego2img: F64
+    lidar2ego: F64 | None
     """That of the first lidar, as stored; None without one."""
-    ego2key: NDArray[np.float64] | None
+    ego2key: F64 | None
     """From each frame's ego to that of the sample's own frame; None without windows."""
-    timestamp_ns: NDArray[np.int64]
+    timestamp_ns: I64
     """The times of the frames: ``axes``."""
 
     @classmethod

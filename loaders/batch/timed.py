@@ -21,11 +21,10 @@ from fuelrail.pipeline.order.windows import IMAGES, SAME_NS, TimeWindow
 from fuelrail.pipeline.transforms.ego import IDENTITY
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from fuelrail.loaders.records import Source
     from fuelrail.pipeline.channels.kinds import Value
     from fuelrail.pipeline.channels.table import Channel
+    from fuelrail.pipeline.dtypes import I64
     from fuelrail.pipeline.order.windows import Interpolation, Window
     from fuelrail.pipeline.transforms.ego import BevMap
 
@@ -40,7 +39,7 @@ class TimedChannel(NamedTuple):
 
     channel: Channel
     is_series: bool
-    offsets_ns: NDArray[np.int64]
+    offsets_ns: I64
     interpolation: Interpolation
     reach_ns: int | None
 
@@ -74,9 +73,9 @@ class TimedChannel(NamedTuple):
 
 
 def resampled(
-    times: NDArray[np.int64],
+    times: I64,
     values: Sequence[Value | None],
-    sample_times: NDArray[np.int64],
+    sample_times: I64,
     interpolation: Interpolation,
     reach_ns: int | None,
 ) -> list[Value | None]:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from fuelrail.loaders.batch.buffer_pool import page_locked
 from fuelrail.loaders.decode.protocol import wait_on_host
 from fuelrail.loaders.storage.buffers import Buffers, Memory, pageable
 from fuelrail.pipeline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fuelrail.pipeline.dtypes import U8
+
 
 ALIGNMENT: Final = 64
 """Bytes: of a cache line, and a multiple of every element's size."""
@@ -122,7 +125,9 @@ class CudaTransfer:
         views: Iterator[torch.Tensor] = iter(())
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
-            return next(views) if is_packed(tensor) else tensor.to(self.device, non_blocking=True)
+            if is_packed(tensor):
+                return next(views)
+            return tensor.to(self.device, non_blocking=True)
 
         with torch.cuda.stream(self._stream):
             try:
@@ -244,7 +249,7 @@ class Arena:
         """
         return pack(tensors, self._take_memory)
 
-    def _take_memory(self, num_bytes: int) -> NDArray[np.uint8]:
+    def _take_memory(self, num_bytes: int) -> U8:
         if num_bytes > len(self._memory):
             # A quarter more, so that batches that grow a little do not each take new memory.
             room = -(-num_bytes * 5 // 4 // ALIGNMENT) * ALIGNMENT
@@ -254,7 +259,12 @@ class Arena:
 
 def pack(tensors: Sequence[torch.Tensor], room: Memory) -> Packed:
     """Copy tensors behind one another, each aligned, into memory that ``room`` returns."""
-    dense = [tensor if _is_dense(tensor) else tensor.contiguous() for tensor in tensors]
+    dense = []
+    for tensor in tensors:
+        # The elements fill the memory from the first to the last, in any order of the axes.
+        is_dense = tensor.is_contiguous()
+        is_dense = is_dense or torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+        dense.append(tensor if is_dense else tensor.contiguous())
     pieces: list[Piece] = []
     num_bytes = 0
     for tensor in dense:
@@ -291,14 +301,4 @@ def is_plain(value: object) -> bool:
         and value.layout is torch.strided
         and not value.requires_grad
         and not (value.is_conj() or value.is_neg() or value.is_quantized)
-    )
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether the elements fill the memory from the first to the last, in any order of
-    the axes.
-    """
-    return (
-        tensor.is_contiguous()
-        or torch.empty_like(tensor, device="meta").stride() == tensor.stride()
     )

@@ -52,7 +52,9 @@ class Sample(NamedTuple):
     @property
     def views(self) -> tuple[Sample, ...]:
         """The sample itself, and its other view."""
-        return (self,) if self.second is None else (self, self.second)
+        if self.second is None:
+            return (self,)
+        return self, self.second
 
     def __str__(self) -> str:
         return f"sample {self.key!r} (epoch {self.slot.epoch}, step {self.slot.step})"
@@ -199,7 +201,18 @@ def stack_samples(transformed: Sequence[Sample]) -> dict[str, Any]:
     for name in samples[0]:
         values = [sample[name] for sample in samples]
         if name == "img":
-            batch[name] = _stack_images(transformed, values)
+            # The batch's buffer itself if every image is still its own row of it; so for each
+            # group of cameras.
+            buffer = transformed[0].slot.img()
+            if not isinstance(buffer, dict):
+                batch[name] = _keep_rows(buffer, transformed, values)
+            elif all(isinstance(image, dict) and image.keys() == buffer.keys() for image in values):
+                batch[name] = {
+                    group: _keep_rows(rows, transformed, [image[group] for image in values])
+                    for group, rows in buffer.items()
+                }
+            else:
+                batch[name] = _stack(values)
         elif name in common:
             batch[name] = values[0]
         else:
@@ -221,21 +234,6 @@ def _stack(values: list[Any]) -> Any:
     ):
         return torch.tensor(values)
     return values
-
-
-def _stack_images(transformed: Sequence[Sample], images: list[Any]) -> Any:
-    """Return the batch's buffer itself if every image is still its own row of it; so for each
-    group of cameras.
-    """
-    buffer = transformed[0].slot.img()
-    if not isinstance(buffer, dict):
-        return _keep_rows(buffer, transformed, images)
-    if not all(isinstance(image, dict) and image.keys() == buffer.keys() for image in images):
-        return _stack(images)
-    return {
-        name: _keep_rows(buffer_of_group, transformed, [image[name] for image in images])
-        for name, buffer_of_group in buffer.items()
-    }
 
 
 def _keep_rows(buffer: torch.Tensor, transformed: Sequence[Sample], images: list[Any]) -> Any:

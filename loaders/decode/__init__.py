@@ -28,10 +28,9 @@ from fuelrail.pipeline.errors import ConfigError, ImageError
 from fuelrail.pipeline.settings import did_you_mean
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
-    from numpy.typing import NDArray
 
+    from fuelrail.pipeline.dtypes import U8
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.pipeline.transforms.image_map import ImageMap
 
@@ -100,11 +99,8 @@ def make_decoder(
     """
     place = Place("cpu" if device is None else str(device), num_threads, facts, dali)
     built_in = BACKENDS.get("turbo" if name == "auto" else name)
-    return _plugin(name, place) if built_in is None else built_in(place)
-
-
-def _plugin(name: str, place: Place) -> ImageDecoder:
-    """Return the decoder of a plug-in; raises ConfigError, see `make_decoder`."""
+    if built_in is not None:
+        return built_in(place)
     plugins = plugin_decoders()
     if name not in plugins:
         names = [*BACKENDS, *plugins]
@@ -131,7 +127,7 @@ def decode_images(
     decoder: ImageDecoder,
     encoded: Sequence[Buffer],
     image_maps: Sequence[ImageMap],
-    outs: Sequence[NDArray[np.uint8]],
+    outs: Sequence[U8],
 ) -> Iterator[ImageError | None]:
     """Decode each image under its map: in one call where the decoder can, else one after another.
 
@@ -160,7 +156,7 @@ def decode_views(
     decoder: ImageDecoder,
     encoded: Buffer,
     image_maps: Sequence[ImageMap],
-    outs: Sequence[NDArray[np.uint8]],
+    outs: Sequence[U8],
 ) -> None:
     """Write one image under several maps: from one decode where the decoder can, else from one for
     each.

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from fuelrail.loaders.decode.turbo import TurboDecoder
+    from fuelrail.pipeline.dtypes import U8
     from fuelrail.pipeline.sample.arrays import Buffer
 
 Pixels = TypeVar("Pixels", bound="NDArray[np.uint8] | torch.Tensor")
@@ -32,26 +33,26 @@ class _Output(NamedTuple):
     width).
     """
 
-    pixels: NDArray[np.uint8]
+    pixels: U8
     size: tuple[int, int]
     is_planes: bool
 
 
 @overload
 def decode_jpeg(
-    data: Buffer | NDArray[np.uint8] | torch.Tensor,
+    data: Buffer | U8 | torch.Tensor,
     *,
     out: None = None,
     size: tuple[int, int] | None = None,
     crop: tuple[int, int, int, int] | None = None,
     scale: float | None = None,
     order: Literal["rgb", "bgr"] = "rgb",
-) -> NDArray[np.uint8]: ...
+) -> U8: ...
 
 
 @overload
 def decode_jpeg(
-    data: Buffer | NDArray[np.uint8] | torch.Tensor,
+    data: Buffer | U8 | torch.Tensor,
     *,
     out: Pixels,
     size: tuple[int, int] | None = None,
@@ -62,7 +63,7 @@ def decode_jpeg(
 
 
 def decode_jpeg(
-    data: Buffer | NDArray[np.uint8] | torch.Tensor,
+    data: Buffer | U8 | torch.Tensor,
     *,
     out: Any = None,
     size: tuple[int, int] | None = None,
@@ -139,9 +140,7 @@ def decode_jpeg(
     return output.pixels if out is None else out
 
 
-def decode_batch(
-    images: Sequence[Buffer | NDArray[np.uint8] | torch.Tensor], out: Pixels
-) -> Pixels:
+def decode_batch(images: Sequence[Buffer | U8 | torch.Tensor], out: Pixels) -> Pixels:
     """Decode each JPEG in the size of ``out``, one after another in one call without the GIL.
 
     Pixels are those of `decode_jpeg`. Shapes of images may differ; the whole image is resized.
@@ -183,10 +182,9 @@ def decode_batch(
         maps.append(ImageMap.identity((info.width, info.height)).resize(*output.size))
     if all(output.is_planes for output in outputs):
         planes = [outputs[number].pixels for number in numbers]
-        found = _load_decoder().decode_images(encoded, maps, planes)
-        errors |= {
-            number: error for number, error in zip(numbers, found, strict=True) if error is not None
-        }
+        faults = _load_decoder().decode_images(encoded, maps, planes)
+        pairs = zip(numbers, faults, strict=True)
+        errors |= {number: error for number, error in pairs if error is not None}
     else:
         for number, file, image_map in zip(numbers, encoded, maps, strict=True):
             try:
@@ -195,8 +193,10 @@ def decode_batch(
                 errors[number] = error
     if errors:
         number = min(errors)
-        others = f" (and {len(errors) - 1} others)" if len(errors) > 1 else ""
-        raise ImageError(f"image {number}{others}: {errors[number]}") from errors[number]
+        place = f"image {number}"
+        if len(errors) > 1:
+            place += f" (and {len(errors) - 1} others)"
+        raise ImageError(f"{place}: {errors[number]}") from errors[number]
     return out
 
 
@@ -210,7 +210,7 @@ def _load_decoder() -> TurboDecoder:
 def _decode_interleaved(
     encoded: Buffer,
     image_map: ImageMap,
-    pixels: NDArray[np.uint8],
+    pixels: U8,
     order: str,
 ) -> None:
     width, height = image_map.out_wh
@@ -221,7 +221,7 @@ def _decode_interleaved(
     cv2.merge(list(planes if order == "rgb" else planes[::-1]), pixels)
 
 
-def _bytes_of(data: Buffer | NDArray[np.uint8] | torch.Tensor) -> Buffer:
+def _bytes_of(data: Buffer | U8 | torch.Tensor) -> Buffer:
     if isinstance(data, bytes | bytearray):
         return data
     array = np.frombuffer(data, np.uint8) if isinstance(data, memoryview) else _array_of(data)

@@ -69,9 +69,8 @@ except ImportError as error:
 
 from collections.abc import Sequence
 
-from numpy.typing import NDArray
-
 if TYPE_CHECKING:
+    from fuelrail.pipeline.dtypes import U8
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.pipeline.transforms.image_map import ImageMap
 
@@ -154,13 +153,9 @@ class DaliDecoder:
         self._reason = ""  # DALI's, of the last image that it failed on
         self._has_warned_of_lens = False
         _OPEN.add(self)
-        self._num_threads = self._choose_threads(num_threads) if self._on_gpu else num_threads
-
-    def _choose_threads(self, num_threads: int) -> int:
-        """Return the threads of each pipeline on the GPU.
-
-        Warns where another engine decodes than is expected.
-        """
+        self._num_threads = num_threads  # of each pipeline
+        if not self._on_gpu:
+            return
         is_hardware = self._hardware_share > 0.0
         if torch.cuda.is_available():
             engine = dali_install.gpu_engine(self.device.index)
@@ -178,9 +173,12 @@ class DaliDecoder:
                     engine.advice,
                 )
             is_hardware &= engine.name == "hardware"
-        # Elsewhere each thread decodes the Huffman code of images, so the lanes share all CPUs of
-        # the rank.
-        return min(num_threads, _GPU_THREADS) if is_hardware else max(1, num_threads // MIN_LANES)
+        if is_hardware:
+            self._num_threads = min(num_threads, _GPU_THREADS)
+        else:
+            # Each thread decodes the Huffman code of images, so the lanes share all CPUs of the
+            # rank.
+            self._num_threads = max(1, num_threads // MIN_LANES)
 
     def close(self) -> None:
         """Drop the pipelines of all threads and give DALI's unused memory back; see the
@@ -208,7 +206,7 @@ class DaliDecoder:
         self,
         encoded: Buffer,
         image_map: ImageMap,
-        out: NDArray[np.uint8],
+        out: U8,
         interpolation: Interpolation = "bilinear",
     ) -> None:
         """Decode one image into ``out`` in host memory; see the protocol.
@@ -232,7 +230,18 @@ class DaliDecoder:
         interpolation: Interpolation = "bilinear",
     ) -> list[ImageError | None]:
         """Decode a batch; see the protocol."""
-        self._check(image_maps, out, interpolation)
+        if interpolation not in INTERPOLATIONS:
+            raise ConfigError(
+                f"interpolation={interpolation!r} must be one of {', '.join(INTERPOLATIONS)}"
+            )
+        sizes = {(3, *image_map.out_wh[::-1]) for image_map in image_maps}
+        is_bytes = out.dtype == torch.uint8 and out.device == self.device
+        if not is_bytes or out.ndim != 4 or sizes - {tuple(out.shape[1:])}:
+            raise ConfigError(
+                f"out must be a uint8 tensor on {self.device} of shape [{len(image_maps)}, "
+                f"3, height, width] with the maps' output sizes {sorted(sizes)}, got "
+                f"{out.dtype} on {out.device} {tuple(out.shape)}"
+            )
         stream = self._local.state.stream(self.device)
         with torch.cuda.stream(stream):
             try:
@@ -332,18 +341,16 @@ class DaliDecoder:
         more than that at the edges of hard-edged colour blocks.
         """
         first = -self._num_checkable % self._check_every
-        self._num_checkable += len(
-            places
-        )  # two threads may count the same images: that changes which are compared
+        # Two threads may count the same images: that changes which are compared.
+        self._num_checkable += len(places)
         for index in places[first :: self._check_every]:
             expected = np.empty(tuple(out.shape[1:]), np.uint8)
             data = encoded[index]
             assert data is not None
             try:
                 self._exact.decode_into(data, image_maps[index], expected, interpolation)
-            except (
-                ImageError
-            ):  # damaged data, at which DALI does not stop: the shard's digests find that
+            except ImageError:
+                # Damaged data, at which DALI does not stop: the shard's digests find that.
                 continue
             psnr_db = psnr_of_means(out[index].cpu(), torch.from_numpy(expected))
             if psnr_db < MIN_PSNR_DB:
@@ -354,29 +361,6 @@ class DaliDecoder:
                     "allowed; take decoder='turbo', or another version than "
                     f"{dali_install.installed_dali()}"
                 )
-
-    def _check(
-        self,
-        image_maps: Sequence[ImageMap],
-        out: torch.Tensor,
-        interpolation: str,
-    ) -> None:
-        if interpolation not in INTERPOLATIONS:
-            raise ConfigError(
-                f"interpolation={interpolation!r} must be one of {', '.join(INTERPOLATIONS)}"
-            )
-        sizes = {(3, *image_map.out_wh[::-1]) for image_map in image_maps}
-        if (
-            out.dtype != torch.uint8
-            or out.device != self.device
-            or sizes - {tuple(out.shape[1:])}
-            or out.ndim != 4
-        ):
-            raise ConfigError(
-                f"out must be a uint8 tensor on {self.device} of shape [{len(image_maps)}, "
-                f"3, height, width] with the maps' output sizes {sorted(sizes)}, got "
-                f"{out.dtype} on {out.device} {tuple(out.shape)}"
-            )
 
     def _run_or_split(
         self,
@@ -457,9 +441,8 @@ class DaliDecoder:
             # images in place.
             outputs = pipeline.run()
         except RuntimeError as error:
-            if "operator" not in str(
-                error
-            ):  # not an operator's complaint about its input, but the pipeline's own
+            # Not an operator's complaint about its input, but the pipeline's own.
+            if "operator" not in str(error):
                 pipelines.pop(key, None)
             raise
         return outputs
@@ -515,7 +498,9 @@ class DaliDecoder:
                 view_window = window
                 if num_views > 1:
                     view_window = fn.external_source(
-                        name=f"window{number}", dtype=types.INT32, ndim=1
+                        name=f"window{number}",
+                        dtype=types.INT32,
+                        ndim=1,
                     )
                 if self._on_gpu:
                     start = start + view_window[0:2]

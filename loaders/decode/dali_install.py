@@ -235,11 +235,10 @@ def short(text: str) -> str:
 
 def _old_driver(dali_package: InstalledDali, driver: str) -> tuple[str, str]:
     min_driver = _dotted(dali_package.min_driver)
-    alternative = (
-        ""
-        if dali_package.package == "nvidia-dali-cuda120"
-        else f", or {how_to_install('fuelrail[dali]')} (CUDA 12) in its place"
-    )
+    if dali_package.package == "nvidia-dali-cuda120":
+        alternative = ""
+    else:
+        alternative = f", or {how_to_install('fuelrail[dali]')} (CUDA 12) in its place"
     return (
         f"the NVIDIA driver {driver} is older than {min_driver}, which {dali_package.package} needs",
         f"update it{alternative}",

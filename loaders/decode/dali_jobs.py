@@ -61,7 +61,9 @@ class Job(NamedTuple):
     @property
     def views(self) -> tuple[Job, ...]:
         """The jobs of the decoded image: one picture, or two."""
-        return (self,) if self.second is None else (self, self.second)
+        if self.second is None:
+            return (self,)
+        return self, self.second
 
 
 class Key(NamedTuple):
@@ -244,9 +246,10 @@ def inputs(jobs: Sequence[Job], *, is_whole: bool) -> dict[str, Any]:
 
     A graph with ``is_whole`` decodes whole images, so for two views it has no window to decode.
     """
+    # DALI makes them of other kinds of arrays in twice the time.
     from nvidia.dali.tensors import (
         TensorCPU,
-    )  # which DALI makes of other kinds of arrays in twice the time
+    )
 
     fed: dict[str, Any] = {"encoded": [TensorCPU(job.encoded) for job in jobs]}
     views = list(zip(*(job.views for job in jobs), strict=True))
@@ -279,7 +282,9 @@ def known_good_job(largest_wh: tuple[int, int], key: Key) -> Job:
         matrix=(1.0, 0.0, 0.0, 0.0, 1.0, 0.0),
         is_aligned=key.is_aligned,
     )
-    return job if key.num_views == 1 else job._replace(second=job)
+    if key.num_views == 1:
+        return job
+    return job._replace(second=job)
 
 
 def psnr_of_means(first: torch.Tensor, second: torch.Tensor) -> float:
@@ -295,7 +300,9 @@ def psnr_of_means(first: torch.Tensor, second: torch.Tensor) -> float:
         for planes in zip(first.numpy(), second.numpy(), strict=True)
     ]
     error = float(np.mean(np.square(differences, dtype=np.float64)))
-    return 10.0 * math.log10(255.0**2 / error) if error else math.inf
+    if error:
+        return 10.0 * math.log10(255.0**2 / error)
+    return math.inf
 
 
 def stretches(jobs: Sequence[Job]) -> list[tuple[slice, slice]]:
@@ -318,7 +325,9 @@ def stretches(jobs: Sequence[Job]) -> list[tuple[slice, slice]]:
 
 
 def black_out_unseen(
-    jobs: Sequence[Job], image_maps: Sequence[ImageMap], out: torch.Tensor
+    jobs: Sequence[Job],
+    image_maps: Sequence[ImageMap],
+    out: torch.Tensor,
 ) -> None:
     """Set the pixels black that the maps let see nothing: one small copy to the device for all
     images.

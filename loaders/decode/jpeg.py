@@ -48,7 +48,8 @@ def decode_jpeg(
         return room
     # Ink values are stored inverted (Adobe's convention, which Pillow assumes too): 255 means no
     # ink.
-    return ((image[..., :3].astype(np.uint16) * image[..., 3:] + 127) // 255).astype(np.uint8)
+    weighted = image[..., :3].astype(np.uint16) * image[..., 3:]
+    return ((weighted + 127) // 255).astype(np.uint8)
 
 
 def read_pixels(encoded: Buffer, colours: str, out: Picture) -> None:
@@ -60,7 +61,11 @@ def read_pixels(encoded: Buffer, colours: str, out: Picture) -> None:
     height, width = out.shape[:2]
     try:
         image: Picture = simplejpeg.decode_jpeg(
-            encoded, colours, min_height=height, min_width=width, buffer=out
+            encoded,
+            colours,
+            min_height=height,
+            min_width=width,
+            buffer=out,
         )
     except ValueError as error:
         if "subsampling" in str(error):

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import cv2
 import numpy as np
-from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import Settings
@@ -31,6 +30,7 @@ from fuelrail.pipeline.transforms.lens import (
 )
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.dtypes import F32, F64, Mask
     from fuelrail.pipeline.sample.schema import Sample
     from fuelrail.pipeline.transforms.image_map import ImageMap
 
@@ -53,9 +53,9 @@ class Sampling(NamedTuple):
     the source.
     """
 
-    x: NDArray[np.float32]
-    y: NDArray[np.float32]
-    unseen: NDArray[np.bool_] | None
+    x: F32
+    y: F32
+    unseen: Mask | None
 
 
 @functools.lru_cache(maxsize=64)
@@ -66,50 +66,40 @@ def rectified_camera(lens: Lens, wh: tuple[int, int], alpha: float) -> Matrix3:
     ``cv2.getOptimalNewCameraMatrix``, its fisheye counterpart, and the same rule for the lenses
     that OpenCV lacks.
     """
-    if lens.kind in OWN_MODELS:
-        return _chosen_camera(lens, wh, alpha)
-    camera = np.array(lens.stored)
-    coefficients = np.array(lens.coefficients)
-    if lens.kind == "fisheye":
-        choose = cv2.fisheye.estimateNewCameraMatrixForUndistortRectify
-        chosen = choose(camera, coefficients, wh, np.eye(3), balance=alpha)
-    else:
-        chosen, _ = cv2.getOptimalNewCameraMatrix(camera, coefficients, wh, alpha)
-    return tuple(tuple(row) for row in chosen.tolist())
-
-
-def _chosen_camera(lens: Lens, wh: tuple[int, int], alpha: float) -> Matrix3:
-    """Return K between that of the largest rectangle within the straightened image and that of
-    the one around it.
-    """
+    if lens.kind not in OWN_MODELS:
+        camera = np.array(lens.stored)
+        coefficients = np.array(lens.coefficients)
+        if lens.kind == "fisheye":
+            choose = cv2.fisheye.estimateNewCameraMatrixForUndistortRectify
+            chosen = choose(camera, coefficients, wh, np.eye(3), balance=alpha)
+        else:
+            chosen, _ = cv2.getOptimalNewCameraMatrix(camera, coefficients, wh, alpha)
+        return tuple(tuple(row) for row in chosen.tolist())
+    # Between the camera of the largest rectangle within the straightened image and that of the one
+    # around it.
     corner = np.array(wh) - 1.0
-    grid = np.stack(np.meshgrid(*(np.linspace(0.0, end, _GRID) for end in corner)), -1)
-    flat = rectified_places(
-        grid.reshape(-1, 2), dataclasses.replace(lens, rectified=_UNIT)
-    ).reshape(grid.shape)
+    columns = np.linspace(0.0, corner[0], _GRID)
+    rows = np.linspace(0.0, corner[1], _GRID)
+    grid = np.stack(np.meshgrid(columns, rows), -1)
+    unit_lens = dataclasses.replace(lens, rectified=_UNIT)
+    rays = rectified_places(grid.reshape(-1, 2), unit_lens).reshape(grid.shape)
     inner = np.array(
         [
-            flat[:, 0].max(0)[0],
-            flat[0].max(0)[1],
-            flat[:, -1].min(0)[0],
-            flat[-1].min(0)[1],
+            rays[:, 0, 0].max(),
+            rays[0, :, 1].max(),
+            rays[:, -1, 0].min(),
+            rays[-1, :, 1].min(),
         ]
     )
-    outer = np.concatenate([flat.min((0, 1)), flat.max((0, 1))])
-    (fx, fy), (cx, cy) = (
-        (1.0 - alpha) * inner_value + alpha * outer_value
-        for inner_value, outer_value in zip(
-            _rectangle_camera(inner, corner),
-            _rectangle_camera(outer, corner),
-            strict=True,
-        )
-    )
-    return ((fx, 0.0, cx), (0.0, fy, cy), (0.0, 0.0, 1.0))
+    outer = np.concatenate([rays.min((0, 1)), rays.max((0, 1))])
+    inner_focal, inner_centre = _rectangle_camera(inner, corner)
+    outer_focal, outer_centre = _rectangle_camera(outer, corner)
+    fx, fy = (1.0 - alpha) * inner_focal + alpha * outer_focal
+    cx, cy = (1.0 - alpha) * inner_centre + alpha * outer_centre
+    return (fx, 0.0, cx), (0.0, fy, cy), (0.0, 0.0, 1.0)
 
 
-def _rectangle_camera(
-    sides: NDArray[np.float64], corner: NDArray[np.float64]
-) -> tuple[NDArray[np.float64], ...]:
+def _rectangle_camera(sides: F64, corner: F64) -> tuple[F64, ...]:
     """Return focal lengths and centre that show a rectangle (left, top, right, bottom) of rays
     as a whole image.
     """
@@ -126,7 +116,9 @@ def largest_scale(image_map: ImageMap, lens: Lens) -> float:
     down = np.hypot(np.diff(x, axis=0), np.diff(y, axis=0)) / max(step_y, 1e-9)
     steps = np.concatenate((across.ravel(), down.ravel()))
     steps = steps[np.isfinite(steps) & (steps > 1e-6)]
-    return float(1.0 / steps.min()) if steps.size else 1.0
+    if steps.size:
+        return float(1.0 / steps.min())
+    return 1.0
 
 
 def source_rows(image_map: ImageMap, lens: Lens, support_px: float) -> tuple[int, int]:
@@ -151,9 +143,7 @@ def source_rows(image_map: ImageMap, lens: Lens, support_px: float) -> tuple[int
 
 
 @functools.lru_cache(maxsize=256)
-def _coarse_places(
-    image_map: ImageMap, lens: Lens
-) -> tuple[NDArray[np.float32], NDArray[np.float32], float, float]:
+def _coarse_places(image_map: ImageMap, lens: Lens) -> tuple[F32, F32, float, float]:
     """Return stored places of about every 16th output pixel, the outermost included, and their
     steps across and down.
 
@@ -199,9 +189,8 @@ def sampling(
         & (y <= (height - top) * sy - 0.5)
     )
     columns = image_map.visible_columns()
-    if (
-        columns is not None
-    ):  # the rectified image's own border, and what crops before a rotation left out
+    # The rectified image's own border, and what crops before a rotation left out.
+    if columns is not None:
         column = np.arange(x.shape[1])
         is_seen &= (column >= columns[0][:, None]) & (column < columns[1][:, None])
     if is_seen.all():
@@ -211,7 +200,7 @@ def sampling(
     return Sampling(x, y, ~is_seen)
 
 
-def _centre_matrix(image_map: ImageMap) -> NDArray[np.float64]:
+def _centre_matrix(image_map: ImageMap) -> F64:
     """Return the true map on centre-origin pixels, (3, 3), not the matrix that is published in
     its place.
     """
@@ -237,7 +226,10 @@ class Undistort(Settings, frozen=True):
             raise ConfigError(f"alpha={self.alpha} must lie in 0 to 1, or be None")
 
     def __call__(
-        self, sample: Sample, maps: Sequence[ImageMap], cameras: Sequence[str]
+        self,
+        sample: Sample,
+        maps: Sequence[ImageMap],
+        cameras: Sequence[str],
     ) -> tuple[Sample, list[ImageMap]]:
         """Return the sample with the geometry of the rectified cameras, and the maps with the
         lenses to undo.

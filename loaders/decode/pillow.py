@@ -35,11 +35,10 @@ with needs("decoder='pillow'", "pillow"):
 
 from collections.abc import Sequence
 
-from numpy.typing import NDArray
-
 if TYPE_CHECKING:
     from PIL import ImageFile
 
+    from fuelrail.pipeline.dtypes import U8
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.pipeline.transforms.image_map import ImageMap
 
@@ -66,7 +65,7 @@ class PillowDecoder:
         self,
         encoded: Buffer,
         image_map: ImageMap,
-        out: NDArray[np.uint8],
+        out: U8,
         interpolation: Interpolation = "bilinear",
     ) -> None:
         """Decode into ``out``; see the protocol."""
@@ -76,7 +75,7 @@ class PillowDecoder:
         self,
         encoded: Buffer,
         image_maps: Sequence[ImageMap],
-        outs: Sequence[NDArray[np.uint8]],
+        outs: Sequence[U8],
         interpolation: Interpolation = "bilinear",
     ) -> None:
         """Decode once into several ``outs``, each as `decode_into` makes it."""
@@ -122,7 +121,7 @@ class PillowDecoder:
         encoded: Buffer,
         info: ImageInfo,
         image_maps: Sequence[ImageMap],
-        outs: Sequence[NDArray[np.uint8]],
+        outs: Sequence[U8],
         interpolation: str,
     ) -> None:
         """Resize with antialiasing to the output's scale, then undo lens and map by one
@@ -136,12 +135,21 @@ class PillowDecoder:
         parts = ((0, info.height),) * len(rows)
         if info.restart_interval:
             encoded, top, height, parts = splice_views(
-                encoded, info=info, rows=rows, factor=1, scratch=self._scratch
+                encoded,
+                info=info,
+                rows=rows,
+                factor=1,
+                scratch=self._scratch,
             )
             info = info._replace(height=height)
         full_image = self._decode(encoded, info)
         for image_map, lens, scale, (begin, end), out in zip(
-            image_maps, lenses, scales, parts, outs, strict=True
+            image_maps,
+            lenses,
+            scales,
+            parts,
+            outs,
+            strict=True,
         ):
             image = (
                 full_image
@@ -184,7 +192,9 @@ class PillowDecoder:
 
 
 def _decode_by_pillow(
-    plugin: type[ImageFile.ImageFile], encoded: Buffer, info: ImageInfo
+    plugin: type[ImageFile.ImageFile],
+    encoded: Buffer,
+    info: ImageInfo,
 ) -> Image.Image:
     # The plugins are called by name: Image.open would try other formats, and warn about limits that
     # probe has checked.
@@ -203,7 +213,7 @@ def _decode_by_pillow(
 def _resize(
     source: Image.Image,
     image_map: ImageMap,
-    out: NDArray[np.uint8],
+    out: U8,
     interpolation: str,
 ) -> None:
     a, _, tx, _, d, ty = image_map.coefficients
@@ -247,7 +257,7 @@ def _resize(
 def _rotate(
     source: Image.Image,
     image_map: ImageMap,
-    out: NDArray[np.uint8],
+    out: U8,
     interpolation: str,
 ) -> None:
     steps = two_steps(image_map, _REACH[interpolation] + 1.0)
@@ -270,7 +280,7 @@ def _rotate(
     black_out_unseen(image_map, out)
 
 
-def _split(image: Image.Image | Picture, out: NDArray[np.uint8]) -> None:
+def _split(image: Image.Image | Picture, out: U8) -> None:
     """Write the first three channels to the planes ``out`` (3, h, w)."""
     pixels = np.asarray(image)
     planes = list(out)

@@ -16,7 +16,6 @@ from typing import (
 
 import numpy as np
 from msgspec import Meta
-from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import ConfigError, ImageError
 from fuelrail.pipeline.settings import CheckedSettings, must_be
@@ -24,6 +23,7 @@ from fuelrail.pipeline.settings import CheckedSettings, must_be
 if TYPE_CHECKING:
     import torch
 
+    from fuelrail.pipeline.dtypes import U8
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.pipeline.sample.image_header import ImageInfo
     from fuelrail.pipeline.transforms.image_map import ImageMap
@@ -56,7 +56,7 @@ class ImageDecoder(Protocol):
         self,
         encoded: Buffer,
         image_map: ImageMap,
-        out: NDArray[np.uint8],
+        out: U8,
         interpolation: Interpolation = "bilinear",
     ) -> None:
         """Decode ``encoded`` and write its image under ``image_map`` into ``out``.
@@ -86,7 +86,7 @@ class ImagesDecoder(Protocol):
         self,
         encoded: Sequence[Buffer],
         image_maps: Sequence[ImageMap],
-        outs: Sequence[NDArray[np.uint8]],
+        outs: Sequence[U8],
         interpolation: Interpolation = "bilinear",
     ) -> list[ImageError | None]:
         """Do what `ImageDecoder.decode_into` does to each image.
@@ -107,7 +107,7 @@ class ViewsDecoder(Protocol):
         self,
         encoded: Buffer,
         image_maps: Sequence[ImageMap],
-        outs: Sequence[NDArray[np.uint8]],
+        outs: Sequence[U8],
         interpolation: Interpolation = "bilinear",
     ) -> None:
         """Write the image under each map into the ``out`` beside it; see
@@ -172,7 +172,7 @@ class BatchDecoder(Protocol):
         ...
 
 
-def black_out_unseen(image_map: ImageMap, out: NDArray[np.uint8]) -> None:
+def black_out_unseen(image_map: ImageMap, out: U8) -> None:
     """Set the pixels of ``out`` (3, height, width) black that the map lets see nothing."""
     columns = image_map.visible_columns()
     if columns is None:
@@ -186,7 +186,7 @@ def black_out_unseen(image_map: ImageMap, out: NDArray[np.uint8]) -> None:
     out *= is_seen
 
 
-def check_output(image_map: ImageMap, out: NDArray[np.uint8], interpolation: str) -> None:
+def check_output(image_map: ImageMap, out: U8, interpolation: str) -> None:
     """Refuse an output array or a filter that the protocol does not allow; raises ConfigError."""
     width, height = image_map.out_wh
     if (

@@ -144,12 +144,18 @@ def bilinear_rows(image_map: ImageMap) -> tuple[int, int]:
         return 0, 0
     places = [(line + 0.5 - ty) / d - 0.5 for line in (top, bottom - 1)]
     last = image_map.source_wh[1] - 1
-    low, high = (math.floor(min(max(place, 0.0), last)) for place in (min(places), max(places)))
+    low = math.floor(min(max(min(places), 0.0), last))
+    high = math.floor(min(max(max(places), 0.0), last))
     return max(0, low - 1), min(last, high + 2) + 1
 
 
 def _aligned_span(
-    scale: float, offset: float, first: int, last: int, size: int, reach: int
+    scale: float,
+    offset: float,
+    first: int,
+    last: int,
+    size: int,
+    reach: int,
 ) -> Span | None:
     """Find the source lines to resize for output lines [first, last), on one axis with out = scale
     * in + offset.

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.native import CameraJpeg, Scratch
@@ -54,7 +53,12 @@ class _Cut(NamedTuple):
     height: int
 
 
-def _choose_rows(info: ImageInfo, top: int, bottom: int, factor: int = 1) -> _Cut | None:
+def _choose_rows(
+    info: ImageInfo,
+    top: int,
+    bottom: int,
+    factor: int = 1,
+) -> _Cut | None:
     """Return what to keep for pixel rows [top, bottom); None where the header says no, or all
     rows are needed.
     """
@@ -100,12 +104,18 @@ def splice_rows(
     cut = _choose_rows(info, top, bottom, factor)
     if cut is None:
         return None
-    markers = _restart_markers(encoded, info.scan_at)
-    if (
-        markers is None
-        or len(markers) != cut.num_rows - 1
-        or encoded[info.scan_at - 2 * info.num_components - 4] != info.num_components
-    ):
+    source = np.frombuffer(encoded, np.uint8)
+    scan = source[info.scan_at :]
+    places = np.flatnonzero(scan[:-1] == 0xFF)
+    kinds = scan[places + 1]
+    is_restart = (kinds & 0xF8) == 0xD0
+    kinds = kinds[is_restart]
+    markers = places[is_restart] + info.scan_at
+    # They count D0, D1, ... D7, D0, ...
+    are_counted = np.array_equal(kinds & 7, np.arange(len(kinds)) & 7)
+    if len(markers) != cut.num_rows - 1 or not are_counted:
+        return None
+    if encoded[info.scan_at - 2 * info.num_components - 4] != info.num_components:
         return None
     if bytes(_END_OF_IMAGE) not in bytes(encoded[-16:]):
         return None  # cut, or something follows: the decoder shall see all of it
@@ -118,7 +128,6 @@ def splice_rows(
         else scratch.take("spliced", 1, num_bytes + 2, 1)
     )
     spliced = spliced.ravel()
-    source = np.frombuffer(encoded, np.uint8)
     spliced[: info.scan_at] = source[: info.scan_at]
     spliced[info.scan_at : num_bytes] = source[start:end]
     if cut.last < cut.num_rows:
@@ -183,7 +192,9 @@ class RowsWanted(NamedTuple):
 
 
 def splice_batch(
-    requests: Sequence[RowsWanted], scratch: Scratch, native: CameraJpeg | None
+    requests: Sequence[RowsWanted],
+    scratch: Scratch,
+    native: CameraJpeg | None,
 ) -> list[SplicedRows | None]:
     """Return what `splice_rows` returns for each file; with the native library by one call without
     the GIL.
@@ -200,7 +211,8 @@ def splice_batch(
     ]
     if not cuts:
         return results
-    starts = np.cumsum([0, *(len(rows.encoded) + 2 for _, rows, _ in cuts)])
+    sizes = [len(rows.encoded) + 2 for _, rows, _ in cuts]
+    starts = np.cumsum([0, *sizes])
     room = scratch.take("spliced batch", 1, int(starts[-1]), 1).ravel()
     arrays = [np.frombuffer(rows.encoded, np.uint8) for _, rows, _ in cuts]
     table = np.array(
@@ -225,26 +237,11 @@ def splice_batch(
     table[:, 2] = room.ctypes.data + starts[:-1]
     native.cut_rows(table)
     for (index, _, cut), start, num_bytes in zip(
-        cuts, starts.tolist(), table[:, -1].tolist(), strict=False
+        cuts,
+        starts.tolist(),
+        table[:, -1].tolist(),
+        strict=False,
     ):
         if num_bytes:
             results[index] = SplicedRows(room[start : start + num_bytes].data, cut.top, cut.height)
     return results
-
-
-def _restart_markers(encoded: Buffer, scan_at: int) -> NDArray[np.int64] | None:
-    """Return the places of all restart markers of the scan; None if they do not count D0, D1,
-    ...
-
-    D7, D0, ...
-    """
-    scan = np.frombuffer(encoded, np.uint8)[scan_at:]
-    places = np.flatnonzero(scan[:-1] == 0xFF)
-    kinds = scan[places + 1]
-    is_restart = (kinds & 0xF8) == 0xD0
-    places = places[is_restart]
-    kinds = kinds[is_restart]
-    if not np.array_equal(kinds & 7, np.arange(len(kinds)) & 7):
-        return None
-    marker_places: NDArray[np.int64] = places + scan_at
-    return marker_places

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import cv2
 import numpy as np
-from numpy.typing import NDArray
 
 from fuelrail.loaders.decode.jpeg import decode_jpeg
 from fuelrail.loaders.decode.lens import largest_scale, sampling, source_rows
@@ -50,6 +49,7 @@ from fuelrail.pipeline.sample.image_header import ImageInfo, probe, unpack_png
 from fuelrail.pipeline.transforms.image_map import ImageMap, scaled_size
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.dtypes import U8
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.pipeline.transforms.lens import Lens
 
@@ -107,14 +107,16 @@ class TurboDecoder:
         elif native:
             library = load_native()
         self._native: CameraJpeg | None = None if isinstance(library, str) else library
-        _hold_opencv_threads()
+        with _opencv_lock:
+            _opencv_holds.append(_opencv_holds[0] if _opencv_holds else cv2.getNumThreads())
+            cv2.setNumThreads(1)
         weakref.finalize(self, _release_opencv_threads).atexit = False
 
     def decode_into(
         self,
         encoded: Buffer,
         image_map: ImageMap,
-        out: NDArray[np.uint8],
+        out: U8,
         interpolation: Interpolation = "bilinear",
     ) -> None:
         """Decode into ``out``; see the protocol."""
@@ -126,7 +128,7 @@ class TurboDecoder:
         self,
         encoded: Sequence[Buffer],
         image_maps: Sequence[ImageMap],
-        outs: Sequence[NDArray[np.uint8]],
+        outs: Sequence[U8],
         interpolation: Interpolation = "bilinear",
     ) -> list[ImageError | None]:
         """Decode each image into its ``out``; see the protocol."""
@@ -150,9 +152,8 @@ class TurboDecoder:
                     )
                     continue
             except ImageError as error:
-                errors[number] = error.with_traceback(
-                    None
-                )  # which would hold this frame, which holds the error
+                # Its traceback would hold this frame, which holds the error.
+                errors[number] = error.with_traceback(None)
                 continue
             factor = _dct_factor(info, image_map.max_scale)
             numbers.append(number)
@@ -235,7 +236,7 @@ class TurboDecoder:
         self,
         encoded: Buffer,
         image_maps: Sequence[ImageMap],
-        outs: Sequence[NDArray[np.uint8]],
+        outs: Sequence[U8],
         interpolation: Interpolation = "bilinear",
     ) -> None:
         """Decode once into several ``outs``; see the protocol."""
@@ -288,7 +289,7 @@ class TurboDecoder:
         top: int,
         image_map: ImageMap,
         grid: ResizeGrid | None,
-        out: NDArray[np.uint8],
+        out: U8,
         interpolation: str,
     ) -> None:
         """Sample a decoded picture, which starts at row ``top`` of what the grid speaks of."""
@@ -443,7 +444,7 @@ class TurboDecoder:
         image: Picture,
         top: int,
         grid: ResizeGrid,
-        out: NDArray[np.uint8],
+        out: U8,
         interpolation: str,
     ) -> None:
         """Sample an axis-aligned map by `cv2.resize`; ``image`` starts at row ``top`` of what
@@ -484,7 +485,7 @@ class TurboDecoder:
         self,
         image: Picture,
         image_map: ImageMap,
-        out: NDArray[np.uint8],
+        out: U8,
         interpolation: str,
     ) -> None:
         """Sample any map by `cv2.warpAffine`."""
@@ -512,13 +513,15 @@ class TurboDecoder:
         self._split(warped, out)
         black_out_unseen(image_map, out)
 
-    def _split(self, image: Picture, out: NDArray[np.uint8]) -> None:
+    def _split(self, image: Picture, out: U8) -> None:
         """Write the first three channels of the picture (h, w, 3 or 4) to the planes ``out`` (3,
         h, w).
         """
         planes = list(out)
         if image.shape[2] == 4:
-            planes.append(self._scratch.take("spare", image.shape[0], image.shape[1], 1)[..., 0])
+            height, width, _ = image.shape
+            spare = self._scratch.take("spare", height, width, 1)
+            planes.append(spare[..., 0])
         cv2.split(image, planes)
 
 
@@ -551,7 +554,8 @@ def _shrink(image: Picture, image_map: ImageMap) -> tuple[Picture, ImageMap]:
     left, top, right, bottom = image_map.source_roi(2.0 * factor)
     left = left // factor * factor
     top = top // factor * factor
-    small = _average_blocks(image[top : max(bottom, top + 1), left : max(right, left + 1)], factor)
+    region = image[top : max(bottom, top + 1), left : max(right, left + 1)]
+    small = _average_blocks(region, factor)
     a, b, tx, c, d, ty = image_map.coefficients
     tx = tx + a * left + b * top
     ty = ty + c * left + d * top
@@ -602,12 +606,6 @@ def _decode_png(encoded: Buffer, info: ImageInfo) -> Picture:
     if image is None or image.shape != (info.height, info.width, 3):
         raise ImageError("PNG cannot be decoded: its pixel data are broken")
     return image
-
-
-def _hold_opencv_threads() -> None:
-    with _opencv_lock:
-        _opencv_holds.append(cv2.getNumThreads() if not _opencv_holds else _opencv_holds[0])
-        cv2.setNumThreads(1)
 
 
 def _release_opencv_threads() -> None:

@@ -56,7 +56,8 @@ class IterableView(IterableDataset[Any]):
         if self._is_new:
             self._is_new = False
             self._loader.take_share(worker.id, worker.num_workers)
-            if (epoch := int(self._following[worker.id])) >= 0:
+            epoch = int(self._following[worker.id])
+            if epoch >= 0:
                 self._loader.__setstate__((Cursor(epoch), Cursor(epoch), False))
         iterator = iter(self._loader)
         self._following[worker.id] = self._loader.state_dict()["epoch"] + 1

@@ -30,15 +30,21 @@ from fuelrail.pipeline.order.batching import Cursor, World
 from fuelrail.pipeline.order.spec import OrderSpec
 
 if TYPE_CHECKING:
-    from numpy.typing import ArrayLike, NDArray
+    from numpy.typing import ArrayLike
     from torch.distributed.device_mesh import DeviceMesh
+
+    from fuelrail.pipeline.dtypes import I64
 
 _LOG = logging.getLogger(__name__)
 _POSITION: Final = Path("training_state", "fuelrail_order.json")
 """The file of the position in a checkpoint of LeRobot."""
-_KEPT: Final = (
-    *("num_workers", "collate_fn", "pin_memory", "prefetch_factor"),
-    *("persistent_workers", "multiprocessing_context"),
+_OPTIONS: Final = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "prefetch_factor",
+    "persistent_workers",
+    "multiprocessing_context",
 )
 """Options of LeRobot's loader that ours has too."""
 
@@ -151,17 +157,17 @@ class EpisodeSampler(Sampler):
         """The items of an epoch, as stored."""
         return self._items(np.arange(self._cum_lengths[-1]))
 
-    def _frames(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _frames(self, rows: I64) -> I64:
         """Return the frames of rows of the order."""
-        frames: NDArray[np.int64] = (
-            rows + self._shifts[np.searchsorted(self._cum_lengths, rows, side="right")]
-        )
+        frames: I64 = rows + self._shifts[np.searchsorted(self._cum_lengths, rows, side="right")]
         return frames
 
     def _items(self, rows: ArrayLike) -> list[int]:
         """Return the dataset's items of rows of the order."""
-        frames = self._frames(np.asarray(rows)).tolist()
-        return frames if self._item_of is None else [self._item_of[frame] for frame in frames]
+        frames: list[int] = self._frames(np.asarray(rows)).tolist()
+        if self._item_of is None:
+            return frames
+        return [self._item_of[frame] for frame in frames]
 
     def __getitem__(self, step: int) -> list[int]:
         """Return batch ``step`` of a run, counted from 0 through all epochs."""
@@ -229,10 +235,9 @@ class EpisodeLoader:
             global_batch=config.batch_size * world.size,
             world=world,
         )
-        kept = {name: getattr(loader, name) for name in _KEPT}
-        self._loader = sampler.count(
-            TorchLoader(loader.dataset, batch_size=sampler.rank_batch, sampler=sampler, **kept)
-        )
+        options = {name: getattr(loader, name) for name in _OPTIONS}
+        options |= {"batch_size": sampler.rank_batch, "sampler": sampler}
+        self._loader = sampler.count(TorchLoader(loader.dataset, **options))
         self._device = loader.device
         if not config.resume:
             return

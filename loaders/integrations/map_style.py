@@ -83,7 +83,9 @@ class MapView(TorchDataset[Any]):
                 item[channel] = decode_jpeg(value, out=image)
             elif isinstance(value, np.ndarray) and not value.flags.writeable:
                 item[channel] = value.copy()
-        return item if self._transform is None else self._transform(item)
+        if self._transform is None:
+            return item
+        return self._transform(item)
 
     def __repr__(self) -> str:
         """Name the data and the channels: Grain stores this text to see that a restored run

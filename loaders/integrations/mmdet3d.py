@@ -139,7 +139,8 @@ def mmdet3d_samples(
             keep &= (boxes[:, 1] > y0) & (boxes[:, 1] < y1)
         bboxes = torch.cat([boxes, velocity], 1)[keep]
         bboxes[:, 2] -= bboxes[:, 5] / 2
-        bboxes[:, 6] = torch.remainder(bboxes[:, 6] + torch.pi, 2 * torch.pi) - torch.pi
+        turns = torch.remainder(bboxes[:, 6] + torch.pi, 2 * torch.pi)
+        bboxes[:, 6] = turns - torch.pi
         height, width = batch["img"].shape[-2:]
         cam2img = torch.eye(4).repeat(batch["intrinsics"].shape[1], 1, 1)
         cam2img[:, :3, :3] = batch["intrinsics"][row].cpu()
@@ -163,12 +164,22 @@ def mmdet3d_samples(
                 },
             }
         )
-    return {
-        "inputs": inputs,
-        "data_samples": [_make_data_sample(sample) for sample in samples]
-        if as_data_samples
-        else samples,
-    }
+    if not as_data_samples:
+        return {"inputs": inputs, "data_samples": samples}
+    from mmdet3d.structures import Det3DDataSample, LiDARInstance3DBoxes
+    from mmengine.structures import InstanceData
+
+    data_samples = []
+    for sample in samples:
+        bboxes = sample["gt_bboxes_3d"]
+        metainfo = {**sample["metainfo"], "box_type_3d": LiDARInstance3DBoxes}
+        data_sample = Det3DDataSample(metainfo=metainfo)
+        data_sample.gt_instances_3d = InstanceData(
+            bboxes_3d=LiDARInstance3DBoxes(bboxes, box_dim=bboxes.shape[1]),
+            labels_3d=sample["gt_labels_3d"],
+        )
+        data_samples.append(data_sample)
+    return {"inputs": inputs, "data_samples": data_samples}
 
 
 def _require_one_stack(batch: Mapping[str, Any]) -> None:
@@ -187,18 +198,3 @@ def _require_one_stack(batch: Mapping[str, Any]) -> None:
             "the adapters for mmdetection3d need calibrated cameras: the dataset knows no "
             "calibration"
         )
-
-
-def _make_data_sample(sample: dict[str, Any]) -> Any:
-    from mmdet3d.structures import Det3DDataSample, LiDARInstance3DBoxes
-    from mmengine.structures import InstanceData
-
-    boxes = sample["gt_bboxes_3d"]
-    data_sample = Det3DDataSample(
-        metainfo={**sample["metainfo"], "box_type_3d": LiDARInstance3DBoxes}
-    )
-    data_sample.gt_instances_3d = InstanceData(
-        bboxes_3d=LiDARInstance3DBoxes(boxes, box_dim=boxes.shape[1]),
-        labels_3d=sample["gt_labels_3d"],
-    )
-    return data_sample

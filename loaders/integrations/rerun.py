@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from fuelrail.loaders.storage.reader import SampleReader
 from fuelrail.pipeline.errors import ConfigError, needs
@@ -26,6 +25,7 @@ from fuelrail.pipeline.rigid import invert_rigid, move_points
 from fuelrail.pipeline.settings import Settings, flag
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.dtypes import F64
     from fuelrail.pipeline.sample.schema import Sample
 
 
@@ -101,7 +101,7 @@ def record_clip(
         rr.AnnotationContext(names),
         static=True,
     )
-    origin: NDArray[np.float64] | None = None
+    origin: F64 | None = None
     path = []
     counts = np.zeros(3, np.int64)
     cameras = [camera.channel for camera in opened.manifest.cameras]
@@ -131,7 +131,10 @@ def record_clip(
 
 
 def _log_sample(
-    rr: Any, recording: Any, sample: Sample, cameras: list[str]
+    rr: Any,
+    recording: Any,
+    sample: Sample,
+    cameras: list[str],
 ) -> tuple[int, int, int]:
     """Log images, boxes and points of one sample, in ego; return the number of each."""
     geometry = sample.geometry

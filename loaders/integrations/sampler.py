@@ -139,7 +139,10 @@ class BatchSampler:
 
             resolved = resolve_world(world)
         self._batching = order_batching(
-            self._rows.order, global_batch, resolved, drop_last=drop_last
+            self._rows.order,
+            global_batch,
+            resolved,
+            drop_last=drop_last,
         )
         self._identity = Identity(
             dataset=self._rows.described,
@@ -315,11 +318,6 @@ class BatchSampler:
         if self._pass is not None:
             self._pass.is_moved = True
 
-    def _commit_at(self, place: Cursor) -> None:
-        """Take a place where the trainer goes as committed, where it commits at all."""
-        if self._committed is not None:
-            self._committed = place
-
     def _position(self) -> Cursor:
         """Return the place after the batches that the trainer has received."""
         return Walk(self._origin, self._batching).after(self._num_received)
@@ -335,11 +333,6 @@ class BatchSampler:
         Raises OrderError for a torch DataLoader that has another sampler, such as one that a
         trainer has put around this one, or other batches.
         """
-        self._check(loader)
-        self._is_counted = True
-        return CountedLoader(self, self if loader is None else loader)
-
-    def _check(self, loader: Iterable[Any] | None) -> None:
         is_counted = isinstance(loader, CountedLoader)
         actual = self if is_counted else getattr(loader, "batch_sampler", self)
         if actual is not self:
@@ -348,6 +341,8 @@ class BatchSampler:
                 "sampler; give it batch_sampler=sampler, and do not let a trainer wrap it: "
                 "every rank has its own batches already"
             )
+        self._is_counted = True
+        return CountedLoader(self, self if loader is None else loader)
 
     def begin(self, counting: CountedLoader) -> Walk:
         """Announce that a counted loader draws the next pass; return its steps."""
@@ -419,7 +414,8 @@ class BatchSampler:
         Walk(restored, self._batching)  # refuses more samples than an epoch has
         self._origin = restored
         self._num_received = 0
-        self._commit_at(restored)
+        if self._committed is not None:  # where the trainer commits at all
+            self._committed = restored
         self._uncounted = ""
         self._pass = None
         self._expects_pass = False
@@ -454,13 +450,14 @@ class StatefulSampler(BatchSampler):
         self._ledger.refuse_uncounted(_HOW)
         walk = self._walk()
         self._drawn = walk.start  # at once, for the loader asks for the state before it draws
-        return self._follow(walk)
 
-    def _follow(self, walk: Walk) -> Iterator[Any]:
-        for number, batch in enumerate(self._rows.rest(walk), 1):
-            self._drawn = walk.after(number).rolled(self._batching)
-            yield batch
-        self._origin = walk.following
+        def batches() -> Iterator[Any]:
+            for number, batch in enumerate(self._rows.rest(walk), 1):
+                self._drawn = walk.after(number).rolled(self._batching)
+                yield batch
+            self._origin = walk.following
+
+        return batches()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the batch that was drawn last; see
@@ -507,15 +504,20 @@ class Sampler(BatchSampler):
         for batch in super().__iter__():
             yield from batch
 
-    def _check(self, loader: Iterable[Any] | None) -> None:
+    def count(self, loader: Iterable[Any] | None = None) -> CountedLoader:
+        """Return ``loader``, which draws its rows from this sampler, with a state; see
+        `BatchSampler.count`.
+        """
         actual = getattr(loader, "sampler", None)
         size = getattr(loader, "batch_size", None)
-        if actual is not self or size != self.rank_batch:
+        if loader is None or actual is not self or size != self.rank_batch:
             raise OrderError(
                 f"a loader with sampler=sampler and batch_size={self.rank_batch} "
                 f"(sampler.rank_batch) is needed, got {type(loader).__name__} with "
                 f"{type(actual).__name__} and batch_size={size}"
             )
+        self._is_counted = True
+        return CountedLoader(self, loader)
 
 
 class CountedLoader:
@@ -545,9 +547,8 @@ class CountedLoader:
         Raises OrderError where another iteration has started since, and at the end where the loader
         has not handed out each batch of the sampler as one.
         """
-        counting = CountedLoader(
-            self.sampler, self.loader
-        )  # this pass, apart from others of this loader
+        # This pass, apart from others of this loader.
+        counting = CountedLoader(self.sampler, self.loader)
         walk = self.sampler.begin(counting)
         number = 0
         try:

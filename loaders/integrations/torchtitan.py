@@ -47,7 +47,11 @@ class PositionedLoader(BaseDataLoader):  # type: ignore[misc, unused-ignore]
     """
 
     def __init__(
-        self, loader: Any, *, infinite: bool, to_batch: Callable[[Any], Batch] = tuple
+        self,
+        loader: Any,
+        *,
+        infinite: bool,
+        to_batch: Callable[[Any], Batch] = tuple,
     ) -> None:
         self._loader = loader
         self._infinite = infinite

@@ -51,7 +51,9 @@ def watch_lightning(**options: Any) -> Any:
             self.witness.end_epoch()
 
         def state_dict(self) -> dict[str, Any]:
-            return self.witness.state_dict(gather=True) if hasattr(self, "witness") else {}
+            if hasattr(self, "witness"):
+                return self.witness.state_dict(gather=True)
+            return {}
 
         def load_state_dict(self, state_dict: dict[str, Any]) -> None:
             self.state = state_dict

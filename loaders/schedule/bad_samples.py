@@ -127,7 +127,8 @@ class BadSamples:
         if task.num_replaced >= self._where.epoch_length:
             raise BadSamplesError(f"no sample of the epoch is good; the last: {error}") from error
         position = self._where.next_position(task.slot.epoch, task.position)
-        parts, rows, present, _, _ = self._where.places(task.slot.epoch, np.array([position]))
+        positions = np.array([position])
+        parts, rows, present, _, _ = self._where.places(task.slot.epoch, positions)
         source = self._sources[int(parts[0])]
         storage = source.storage
         frame_rows = rows[0].tolist()
@@ -168,7 +169,13 @@ class BadSamples:
                 ) from error
         return replaced
 
-    def _log_replacement(self, task: Task, frame: int, error: Exception, replaced_by: str) -> None:
+    def _log_replacement(
+        self,
+        task: Task,
+        frame: int,
+        error: Exception,
+        replaced_by: str,
+    ) -> None:
         row, _, entry, _ = task.frames[frame]
         manifest = task.source.dataset.manifest
         line: dict[str, Any] = {

@@ -129,7 +129,8 @@ def check_compatible(
         ]
         first_names = {channel.name for channel in entries[0]}
         second_names = {channel.name for channel in entries[1]}
-        if lacking := sorted(first_names ^ second_names):
+        lacking = sorted(first_names ^ second_names)
+        if lacking:
             raise ConfigError(
                 f"datasets {first!r} and {name!r} cannot be mixed in one batch: of the "
                 f"selected channels only {(first if lacking[0] in first_names else name)!r} "

@@ -81,7 +81,8 @@ def open_layers(
     if not layers:
         return dict.fromkeys(datasets, ())
     by_dataset = layers if is_mix else {next(iter(datasets)): layers}
-    if unknown := [name for name in by_dataset if name not in datasets]:
+    unknown = [name for name in by_dataset if name not in datasets]
+    if unknown:
         raise ConfigError(
             f"layers={layers!r:.200}: {unknown[0]!r} is not a dataset of the mix; there "
             f"are: {', '.join(datasets)}; "
@@ -130,7 +131,9 @@ def fingerprints_of(layers: Layers, *, is_mix: bool) -> dict[str, Any] | None:
     }
     if not fingerprints:
         return None
-    return dict(fingerprints) if is_mix else next(iter(fingerprints.values()))
+    if is_mix:
+        return dict(fingerprints)
+    return next(iter(fingerprints.values()))
 
 
 def view_settings(seed: int, content: Mapping[str, object]) -> dict[str, Any]:

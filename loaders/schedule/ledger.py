@@ -49,16 +49,14 @@ if TYPE_CHECKING:
 _WRITING: Final = threading.RLock()  # bad samples are found by the threads that decode
 
 RECORDED: Final = (
-    *(
-        "seed",
-        "drop_last",
-        "split",
-        "mix",
-        "window",
-        "layers",
-        "transforms",
-        "transform_in",
-    ),
+    "seed",
+    "drop_last",
+    "split",
+    "mix",
+    "window",
+    "layers",
+    "transforms",
+    "transform_in",
     "bad_samples",
 )
 """Arguments of a loader that a ledger keeps."""
@@ -66,17 +64,17 @@ RECORDED: Final = (
 _FUNCTIONS: Final = ("transform", "batch_transform", "collate_fn")
 
 _PACKAGES: Final = (
-    *(
-        "fuelrail",
-        "numpy",
-        "torch",
-        "simplejpeg",
-        "opencv-python-headless",
-        "opencv-python",
-        "pillow",
-        "pillow-simd",
-    ),
-    *("nvidia-dali-cuda120", "nvidia-dali-cuda130", "nvidia-dali-cuda110"),
+    "fuelrail",
+    "numpy",
+    "torch",
+    "simplejpeg",
+    "opencv-python-headless",
+    "opencv-python",
+    "pillow",
+    "pillow-simd",
+    "nvidia-dali-cuda120",
+    "nvidia-dali-cuda130",
+    "nvidia-dali-cuda110",
 )
 
 
@@ -381,7 +379,13 @@ class RunLedger:
             )
             self._reached = cursor if why == "state" else None
 
-    def replaced(self, epoch: int, position: int, key: str | None, replaced_by: str) -> None:
+    def replaced(
+        self,
+        epoch: int,
+        position: int,
+        key: str | None,
+        replaced_by: str,
+    ) -> None:
         """Note that a sample takes the place of a bad one; any thread may call this."""
         if self.is_kept:
             since = self._since.epoch, self._since.samples_consumed
@@ -420,10 +424,11 @@ def package_versions() -> dict[str, str]:
     """Return the versions of the installed packages that decide the content of samples, and
     Python's.
     """
+    # Slow to import, and most loaders have no ledger.
     from importlib.metadata import (
         PackageNotFoundError,
         version,
-    )  # slow to import, and most loaders have no ledger
+    )
 
     versions = {"python": ".".join(map(str, sys.version_info[:3]))}
     for name in _PACKAGES:

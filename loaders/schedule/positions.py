@@ -17,6 +17,7 @@ from fuelrail.pipeline.order.balance import rank_positions
 from fuelrail.pipeline.order.without import check_unseen, windows_without
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.dtypes import I64, Mask
     from fuelrail.pipeline.order.batching import Cursor, Walk
     from fuelrail.pipeline.order.epoch import EndlessOrder
     from fuelrail.pipeline.order.windows import WindowLookup
@@ -50,9 +51,9 @@ class Places(NamedTuple):
     """(B,): which dataset."""
     rows: Rows
     """(B, T): rows of its index, the sample's own among them."""
-    present: NDArray[np.bool_]
+    present: Mask
     """(B, T): False: the clip has no such frame, the row is that of its stand-in."""
-    valid: NDArray[np.bool_]
+    valid: Mask
     """(B,): False: padding of a lane that has ended."""
     flags: Mapping[str, NDArray[Any]]
     """(B,) each: what the order knows of these samples, under their names in a batch."""
@@ -78,7 +79,7 @@ class PositionIndex:
         # Epochs cost time to set up, and callers use one or two neighbouring ones.
         self._epoch = lru_cache(maxsize=_EPOCHS_KEPT)(order.epoch)
 
-    def places(self, epoch: int, positions: NDArray[np.int64]) -> Places:
+    def places(self, epoch: int, positions: I64) -> Places:
         """Return the places at ``positions`` (B,) of an epoch, in packs of all their samples: the
         flag ``pack``.
 
@@ -97,7 +98,7 @@ class PositionIndex:
                 present[mask] = window_samples.present
         return Places(parts=parts, rows=rows, present=present, valid=valid, flags=flags)
 
-    def find(self, epoch: int, part: int, samples: Rows) -> tuple[Rows, Rows, NDArray[np.bool_]]:
+    def find(self, epoch: int, part: int, samples: Rows) -> tuple[Rows, Rows, Mask]:
         """Return where ``samples`` (n,) of a part's split are shown in an epoch, as frames of
         windows too.
 
@@ -156,7 +157,7 @@ class PositionIndex:
                     flags=flags,
                 )
 
-    def numbers(self, epoch: int, positions: NDArray[np.int64]) -> Rows:
+    def numbers(self, epoch: int, positions: I64) -> Rows:
         """Return the rows to read for ``positions`` (B,), in order: ``base + row`` of each
         frame, (B * T,).
         """

@@ -99,7 +99,10 @@ def prefetch(
                     waiting += length
                 requests = _request_bundle(bundle, streams, num_requested)
                 for (scheduled, entries), length, reads in zip(
-                    bundle, lengths, requests, strict=True
+                    bundle,
+                    lengths,
+                    requests,
+                    strict=True,
                 ):
                     window.append((Requested(scheduled, entries, reads), length))
                     num_requested += len(entries)

@@ -183,7 +183,9 @@ def make_schedule(
 
 
 def _make_lookup(
-    window: Window | None, clips: ClipTable | None, source: Source
+    window: Window | None,
+    clips: ClipTable | None,
+    source: Source,
 ) -> WindowLookup | None:
     """Return the map of a dataset's samples to their windows; raise OrderError where no window
     has another frame than the sample's.

@@ -226,14 +226,17 @@ def _so_far(identity: Identity, state: LoaderState) -> Identity:
         TypeError,
         ValueError,
         IndexError,
-    ):  # an order without stages, or what is not a state of ours
+    ):
+        # An order without stages, or what is not a state of ours.
         return msgspec.structs.replace(identity, order=order)
     layers = {name: item for name, item in (identity.layers or {}).items() if name in state_layers}
     return msgspec.structs.replace(identity, order=order, layers=layers or None)
 
 
 def settings_that_differ(
-    first: Mapping[str, Any] | None, current: Mapping[str, Any], whose: str
+    first: Mapping[str, Any] | None,
+    current: Mapping[str, Any],
+    whose: str,
 ) -> str:
     """Return both sides of each setting, and of a struct of each entry, that differs; ``whose``
     are the first ones.

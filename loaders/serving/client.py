@@ -70,28 +70,30 @@ class StepClient:
 
     def items(self, walk: Walk) -> Iterator[Any]:
         """Yield the batches of a walk without end; raise what is raised for them there."""
-        self._is_stopped = threading.Event()
+        is_stopped = self._is_stopped = threading.Event()
         self._num_iterations += 1
         self.transport.open()
         first = StepRequest(self._num_iterations, walk.start, 0, world=walk.batching.world)
-        return self._iter_batches(first, self._is_stopped)
 
-    def _iter_batches(self, step: StepRequest, is_stopped: threading.Event) -> Iterator[Any]:
-        while (result := self.transport.make(step, is_stopped)) is not None:
-            if result.error is not None:
-                error, cause = pickle.loads(result.error)
-                raise error from cause
-            if (facts := result.facts) is not None:
-                self._newest[facts.process] = facts
-                self._bad.add(facts.bad, facts.replaced)
-                if self._observer is not None:
-                    for event in facts.events:
-                        self._observer(*event)
-            batch = result.batch
-            del result
-            yield batch
-            del batch
-            step = step._replace(number=step.number + 1)
+        def batches(step: StepRequest) -> Iterator[Any]:
+            while (result := self.transport.make(step, is_stopped)) is not None:
+                if result.error is not None:
+                    error, cause = pickle.loads(result.error)
+                    raise error from cause
+                facts = result.facts
+                if facts is not None:
+                    self._newest[facts.process] = facts
+                    self._bad.add(facts.bad, facts.replaced)
+                    if self._observer is not None:
+                        for event in facts.events:
+                            self._observer(*event)
+                batch = result.batch
+                del result
+                yield batch
+                del batch
+                step = step._replace(number=step.number + 1)
+
+        return batches(first)
 
     def clocks(self) -> tuple[StageClock, ...]:
         """Return the clocks of the stages that ran there."""

@@ -21,15 +21,18 @@ import pickle
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from fuelrail.loaders.batch.transfer import ALIGNMENT, Piece, is_plain, pack
 from fuelrail.loaders.storage.buffers import Buffers
 from fuelrail.pipeline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fuelrail.pipeline.dtypes import U8
+
 
 KEEP_BYTES: Final = 1 << 30
 """Buffers that may lie ready."""
@@ -109,7 +112,7 @@ class SharedMemory:
         self._lock = threading.RLock()  # a block may be collected while another is made
         self._buffers = Buffers(self.new, keep_bytes=KEEP_BYTES)
 
-    def new(self, num_bytes: int) -> NDArray[np.uint8]:
+    def new(self, num_bytes: int) -> U8:
         """Return a new block, uint8 (n,), which is given back when the array is collected.
 
         Raises ConfigError where the limit does not allow it.
@@ -186,9 +189,9 @@ class MappedMemory:
 
     def __init__(self, *, pinned: bool) -> None:
         self._pinned = pinned
-        self._bases: dict[int, NDArray[np.uint8]] = {}
-        self._lent: dict[int, tuple[weakref.ref[NDArray[np.uint8]], int]] = {}
-        self._returned: collections.deque[weakref.ref[NDArray[np.uint8]]] = collections.deque()
+        self._bases: dict[int, U8] = {}
+        self._lent: dict[int, tuple[weakref.ref[U8], int]] = {}
+        self._returned: collections.deque[weakref.ref[U8]] = collections.deque()
 
     def add(self, number: int, file: int, num_bytes: int) -> None:
         """Map a block; the file descriptor is closed."""
@@ -229,7 +232,7 @@ class MappedMemory:
         return numbers
 
 
-def lock_pages(base: NDArray[np.uint8]) -> None:
+def lock_pages(base: U8) -> None:
     """Page-lock memory for CUDA until the array is collected."""
     cuda: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     code = cuda.cudaHostRegister(base.ctypes.data, base.nbytes, 0)

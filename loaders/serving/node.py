@@ -41,13 +41,12 @@ from fuelrail.pipeline.runtime.workers import pickled_error
 _START_S: Final = 120.0
 """How long a rank waits for the process, which imports torch first."""
 _JOB: Final = (
-    *(
-        "MASTER_ADDR",
-        "MASTER_PORT",
-        "TORCHELASTIC_RUN_ID",
-        "TORCHELASTIC_RESTART_COUNT",
-    ),
-    *("SLURM_JOB_ID", "SLURM_STEP_ID"),
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_RESTART_COUNT",
+    "SLURM_JOB_ID",
+    "SLURM_STEP_ID",
 )
 _numbers: Final = itertools.count()
 _NAMES: Final = 8
@@ -70,7 +69,8 @@ def connect_node() -> Callable[[], tuple[None, Connection]]:
             "environment, as torchrun sets them: start the ranks by it, or take where='process'"
         )
     job = [os.environ.get(name, "") for name in _JOB]
-    digest = hashlib.sha256("\n".join([*job, str(next(_numbers))]).encode()).hexdigest()
+    text = "\n".join([*job, str(next(_numbers))])
+    digest = hashlib.sha256(text.encode()).hexdigest()
     stem = f"fuelrail-{os.getuid()}-{digest[:32]}"
     names = [stem, *(f"{stem}-{number}" for number in range(1, _NAMES))]
     local_rank = os.environ["LOCAL_RANK"]
@@ -222,7 +222,23 @@ class _Host:
                 if not 0 <= local_rank < self._num_ranks:
                     connection.close()
                     return
-                server = self._find_server(content)
+                try:
+                    setup: Setup = pickle.loads(content)
+                except Exception as error:
+                    raise ConfigError(
+                        f"the loader cannot be made in the process of where='node' ({error}): "
+                        "functions must be of a module that can be imported"
+                    ) from error
+                rank_number = setup.arguments[0].world.rank
+                if rank_number not in self._servers:
+                    self._servers[rank_number] = setup, RankServer(setup)
+                first_setup, server = self._servers[rank_number]
+                if _plain(first_setup) != _plain(setup):
+                    raise ConfigError(
+                        f"processes of data-parallel rank {rank_number} make loaders with "
+                        "different arguments for where='node': make the same loaders in the same "
+                        "order on all ranks"
+                    )
                 connection.send(None)
                 self._ranks[local_rank] = _Rank(connection, process, server)
                 if len(self._ranks) == self._num_ranks:
@@ -245,25 +261,6 @@ class _Host:
         """Return whether no rank that lives is connected."""
         with self._lock:
             return not any(rank.is_alive() for rank in self._ranks.values())
-
-    def _find_server(self, content: bytes) -> RankServer:
-        try:
-            setup: Setup = pickle.loads(content)
-        except Exception as error:
-            raise ConfigError(
-                f"the loader cannot be made in the process of where='node' ({error}): "
-                "functions must be of a module that can be imported"
-            ) from error
-        rank = setup.arguments[0].world.rank
-        entry = self._servers.get(rank)
-        if entry is None:
-            entry = self._servers[rank] = setup, RankServer(setup)
-        if _plain(entry[0]) != _plain(setup):
-            raise ConfigError(
-                f"processes of data-parallel rank {rank} make loaders with different "
-                "arguments for where='node': make the same loaders in the same order on all ranks"
-            )
-        return entry[1]
 
 
 def _plain(setup: Setup) -> tuple[object, object]:

@@ -80,7 +80,10 @@ class _Link:
         """Iteration and number of the newest step that was asked for."""
         # Before multiprocessing terminates what is left, and only in the process that started it.
         self.end = multiprocessing.util.Finalize(
-            self, _end_process, (self.process, self.connection), exitpriority=10
+            self,
+            _end_process,
+            (self.process, self.connection),
+            exitpriority=10,
         )
         with _losses():
             self.connection.send_bytes(setup)
@@ -108,7 +111,8 @@ class _Link:
         with _losses():
             while not is_stopped.is_set():
                 if not self.connection.poll(_POLL_S):
-                    if free := self.memory.returned():
+                    free = self.memory.returned()
+                    if free:
                         self.send(Free(free))
                     continue
                 message: object = self.connection.recv()

@@ -167,7 +167,8 @@ class Client:
         with self._changed:
             self._held.update(held)
         with contextlib.suppress(OSError):  # a client that is gone is seen by its reader
-            if gone := sorted(self._known - memory.files.keys()):
+            gone = sorted(self._known - memory.files.keys())
+            if gone:
                 self.connection.send(Forget(gone))
                 self._known.difference_update(gone)
             for number in sorted(result.batch.blocks() - self._known):
@@ -190,7 +191,13 @@ class RankServer:
         self._events: list[tuple[str, int, int, float, float]] = []
         self._replaced: list[tuple[int, int, str | None, str]] = []
 
-        def trace(stage: str, item: int, batch: int, begin_s: float, end_s: float) -> None:
+        def trace(
+            stage: str,
+            item: int,
+            batch: int,
+            begin_s: float,
+            end_s: float,
+        ) -> None:
             if stage != "wait":  # the trainer's own wait is what counts
                 self._events.append((stage, item, batch, begin_s, end_s))
 

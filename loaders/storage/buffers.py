@@ -6,18 +6,22 @@ import collections
 import threading
 import weakref
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import ConfigError
 
+if TYPE_CHECKING:
+    from fuelrail.pipeline.dtypes import U8
+
+
 Memory: TypeAlias = Callable[[int], NDArray[np.uint8]]
 """Returns new memory of a number of bytes, uint8 (n,)."""
 
 
-def pageable(num_bytes: int) -> NDArray[np.uint8]:
+def pageable(num_bytes: int) -> U8:
     """Return plain host memory."""
     return np.empty(num_bytes, np.uint8)
 
@@ -51,13 +55,13 @@ class Buffers:
         self._memory = memory
         self._keep_bytes = keep_bytes
         self._rounded = rounded
-        self._free: dict[int, list[NDArray[np.uint8]]] = collections.defaultdict(list)
+        self._free: dict[int, list[U8]] = collections.defaultdict(list)
         self._free_bytes = 0
-        self._lent: dict[int, tuple[weakref.ref[NDArray[np.uint8]], NDArray[np.uint8]]] = {}
-        self._returned: collections.deque[weakref.ref[NDArray[np.uint8]]] = collections.deque()
+        self._lent: dict[int, tuple[weakref.ref[U8], U8]] = {}
+        self._returned: collections.deque[weakref.ref[U8]] = collections.deque()
         self._lock = threading.Lock()
 
-    def take(self, length: int) -> NDArray[np.uint8]:
+    def take(self, length: int) -> U8:
         """Return ``length`` bytes with undefined content, uint8 (n,); raise ConfigError where there
         is no memory.
 

@@ -56,7 +56,13 @@ class RangeClient(Protocol):
 
     kind: str
 
-    async def get(self, name: str, start: int, end: int, on_bytes: OnBytes | None = None) -> Buffer:
+    async def get(
+        self,
+        name: str,
+        start: int,
+        end: int,
+        on_bytes: OnBytes | None = None,
+    ) -> Buffer:
         """Return bytes ``start`` to ``end - 1`` of file ``name``; fewer where the file ends.
 
         ``on_bytes`` is told how many have come, as often as the client knows it.
@@ -86,7 +92,13 @@ class FsspecClient:
                 _BLOCKING_THREADS, "fuelrail-read"
             )
 
-    async def get(self, name: str, start: int, end: int, on_bytes: OnBytes | None = None) -> Buffer:
+    async def get(
+        self,
+        name: str,
+        start: int,
+        end: int,
+        on_bytes: OnBytes | None = None,
+    ) -> Buffer:
         """See RangeClient."""
         path = f"{self._path}/{name}"
         if self._threads is not None:
@@ -149,7 +161,13 @@ class ObstoreClient:
             **options,
         )
 
-    async def get(self, name: str, start: int, end: int, on_bytes: OnBytes | None = None) -> Buffer:
+    async def get(
+        self,
+        name: str,
+        start: int,
+        end: int,
+        on_bytes: OnBytes | None = None,
+    ) -> Buffer:
         """See RangeClient."""
         path = f"{self._prefix}/{name}" if self._prefix else name
         if on_bytes is None:

@@ -52,9 +52,8 @@ class OpenShards(Generic[T]):
 
     def __getitem__(self, number: int) -> T:
         shard = self._shards.get(number)
-        if (
-            shard is not None and len(self._shards) < self._limit
-        ):  # nothing is evicted, so the uses do not matter
+        # Nothing is evicted, so the uses do not matter.
+        if shard is not None and len(self._shards) < self._limit:
             return shard
         with self._lock:
             shard = self._shards.get(number)

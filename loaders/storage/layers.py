@@ -84,7 +84,11 @@ class LayerPart(NamedTuple):
         shard = data.shards.name_of(row)
         try:
             contents = read_members(
-                row, stored.span, shard, self.fields, dictionary=data.dictionary
+                row,
+                stored.span,
+                shard,
+                self.fields,
+                dictionary=data.dictionary,
             )
         except MemberError as error:
             message = f"layer '{self.layer.name}': {error.message}"
@@ -104,7 +108,10 @@ class LayerPart(NamedTuple):
         except ShardError as error:
             message = f"layer '{self.layer.name}': {error.message}"
             raise type(error)(
-                message, shard=error.shard, offset=error.offset, key=error.key
+                message,
+                shard=error.shard,
+                offset=error.offset,
+                key=error.key,
             ) from error
 
 

@@ -148,11 +148,9 @@ class SampleReader:
         MemberError.
         """
         fields = {channel.field for channel in self.timed}
-        return (
-            decode_values(self._members(fetched, fields), self.timed, fetched.row.key)
-            if fields
-            else {}
-        )
+        if fields:
+            return decode_values(self._members(fetched, fields), self.timed, fetched.row.key)
+        return {}
 
     def _members(self, fetched: FetchedSpan, fields: Collection[str]) -> dict[str, memoryview]:
         """Return raw members by field name, those of layers too."""

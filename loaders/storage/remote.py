@@ -137,7 +137,9 @@ class RemoteShards:
             refetched=self._refetched,
             concurrency=requester.width,
         )
-        return stats if self.cache is None else self.cache.add_stats(stats)
+        if self.cache is None:
+            return stats
+        return self.cache.add_stats(stats)
 
     def close(self) -> None:
         """Let go of the client's threads and the cache."""
@@ -305,7 +307,11 @@ class _RemoteSession:
             cached = cache.open(index, row.length) if cache is not None else None
             if cached is not None:
                 pending[number] = partial(
-                    self._take_cached, cached, first + number, index=index, row=row
+                    self._take_cached,
+                    cached,
+                    first + number,
+                    index=index,
+                    row=row,
                 )
             else:
                 new[part] = [number]
@@ -322,7 +328,11 @@ class _RemoteSession:
                     index, row = rows[number]
                     self._ranges[index, row.offset, row.length] = pending_range
                     pending[number] = partial(
-                        self._take, pending_range, first + number, index=index, row=row
+                        self._take,
+                        pending_range,
+                        first + number,
+                        index=index,
+                        row=row,
                     )
         return [pending[number] for number in range(len(rows))]
 
@@ -335,20 +345,26 @@ class _RemoteSession:
             future.cancel()
 
     def _start(self, shard: int, start: int, end: int) -> concurrent.futures.Future[memoryview]:
+        def forget(future: concurrent.futures.Future[memoryview]) -> None:
+            with self._lock:
+                self._under_way.discard(future)
+
         future = self._storage.fetch(shard, start, end)
         with self._lock:
             self._under_way.add(future)
             closed = self._closed
-        future.add_done_callback(self._forget_future)
+        future.add_done_callback(forget)
         if closed:
             future.cancel()
         return future
 
-    def _forget_future(self, future: concurrent.futures.Future[memoryview]) -> None:
-        with self._lock:
-            self._under_way.discard(future)
-
-    def _take(self, pending_range: _Range, number: int, index: int, row: IndexRow) -> memoryview:
+    def _take(
+        self,
+        pending_range: _Range,
+        number: int,
+        index: int,
+        row: IndexRow,
+    ) -> memoryview:
         storage = self._storage
         try:
             span = self._wait_for_span(pending_range, row)
@@ -388,7 +404,11 @@ class _RemoteSession:
         )
 
     def _take_cached(
-        self, cached: CachedSpan, number: int, index: int, row: IndexRow
+        self,
+        cached: CachedSpan,
+        number: int,
+        index: int,
+        row: IndexRow,
     ) -> memoryview:
         storage = self._storage
         span = cached.read()

@@ -25,7 +25,6 @@ from __future__ import annotations
 import asyncio
 import bisect
 import collections
-import contextlib
 import random
 from collections.abc import Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, Final
@@ -132,7 +131,8 @@ class Requester:
         await self._place.acquire()
         self._num_taken += 1
         started = loop.time()  # the deadline is for storage, not for the queue in front of it
-        failures = short = 0
+        failures = 0
+        num_short = 0
         try:
             while True:
                 try:
@@ -143,8 +143,14 @@ class Requester:
                         self.request_bytes += length
                         self._count()
                         return view
-                    short += len(view) < length
-                    fault = _make_length_fault(len(view), length, short)
+                    if len(view) > length:
+                        text = f"the server sent {len(view)} bytes for a range of {length}"
+                        fault = Fault("invalid", f"{text}: it does not serve byte ranges")
+                    else:
+                        num_short += 1
+                        kind: FaultKind = "transient" if num_short < _SHORT_ANSWERS else "cut"
+                        text = f"the answer came short: {len(view)} of {length} bytes"
+                        fault = Fault(kind, text)
                 except Exception as error:  # noqa: BLE001 - any library's; fault_of classifies them
                     fault = fault_of(error, self._options)
                 failures += 1
@@ -218,7 +224,8 @@ class Requester:
         finally:
             for task in tasks:
                 task.cancel()
-                task.add_done_callback(_ignore_outcome)
+                # Read an abandoned request's outcome, or asyncio warns that nobody retrieved it.
+                task.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     def _count(self, *, throttled: bool = False) -> None:
         """Count an answer or a "slow down"; change the limit after a round of as many as there
@@ -251,19 +258,3 @@ class Requester:
             return False
         self._extra -= 1.0
         return True
-
-
-def _make_length_fault(got: int, expected: int, num_short: int) -> Fault:
-    if got > expected:
-        return Fault(
-            "invalid",
-            f"the server sent {got} bytes for a range of {expected}: it does not serve byte ranges",
-        )
-    kind: FaultKind = "transient" if num_short < _SHORT_ANSWERS else "cut"
-    return Fault(kind, f"the answer came short: {got} of {expected} bytes")
-
-
-def _ignore_outcome(task: asyncio.Task[Buffer]) -> None:
-    """Read the outcome of an abandoned request, or asyncio warns that it was never retrieved."""
-    with contextlib.suppress(asyncio.CancelledError):
-        task.exception()

@@ -32,6 +32,7 @@ from fuelrail.pipeline.rigid import move_points
 if TYPE_CHECKING:
     from fuelrail.loaders.config import BoxFrame, Transforms
     from fuelrail.pipeline.channels.table import Channel
+    from fuelrail.pipeline.dtypes import F64, U8
     from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.format.layers import Layer
 
@@ -43,7 +44,7 @@ _REQUIRED: Final = ("img", "ida_mat", "sample_key", "epoch", "step")
 class Picture(NamedTuple):
     """A picture: a notebook shows it. ``pixels`` are uint8 [H, W, 3], RGB."""
 
-    pixels: NDArray[np.uint8]
+    pixels: U8
 
     def save(self, file: str | os.PathLike[str]) -> None:
         """Write the picture to a PNG file; raises OSError where that is not possible."""
@@ -127,7 +128,8 @@ class LoaderDisplay(ABC):
         entries = self._next_batch() if batch is None else batch
         if samples < 1:
             raise ConfigError(f"samples={samples} must be 1 or more")
-        if missing := [name for name in _REQUIRED if name not in entries]:
+        missing = [name for name in _REQUIRED if name not in entries]
+        if missing:
             raise ConfigError(
                 f"a batch without {missing[0]!r} cannot be drawn: let transform and "
                 "collate_fn keep it"
@@ -171,14 +173,12 @@ class _Frames:
         value = _array(self._batch[name][self._at])
         return value if self._has_windows else value[None]
 
-    def images(
-        self, cameras: Sequence[str], transforms: Transforms
-    ) -> list[list[NDArray[np.uint8]]]:
+    def images(self, cameras: Sequence[str], transforms: Transforms) -> list[list[U8]]:
         """Return the images, uint8 [3, H, W], frame by frame and camera by camera."""
         img = self._batch["img"]
         groups = transforms.camera_groups
         parts = img if isinstance(img, dict) else {None: img}
-        images_of_frames: list[dict[str, NDArray[np.uint8]]] = [{} for _ in self.entry("ida_mat")]
+        images_of_frames: list[dict[str, U8]] = [{} for _ in self.entry("ida_mat")]
         for name, part in parts.items():
             pixels = part[self._at].detach()
             if pixels.dtype != torch.uint8:
@@ -230,7 +230,7 @@ class _Frames:
             for way, matrix in zip(since, key2ego, strict=True)
         ]
 
-    def since_s(self) -> NDArray[np.float64]:
+    def since_s(self) -> F64:
         """Return the seconds of each frame since the sample's own time."""
         times = self.entry("timestamp_ns")
         return np.asarray((times - times[self.key]) / _NS_PER_S)
@@ -250,7 +250,7 @@ class _Frames:
         )
 
 
-def draw_sample(batch: Mapping[str, Any], row: int, loader: LoaderDisplay) -> NDArray[np.uint8]:
+def draw_sample(batch: Mapping[str, Any], row: int, loader: LoaderDisplay) -> U8:
     """Draw sample ``row`` of a loader's batch with its selected channels, uint8 [H, W, 3], RGB."""
     frames = frames_of(batch, row, loader)
     sample = _Frames(batch, row)
@@ -297,11 +297,15 @@ def frames_of(batch: Mapping[str, Any], row: int, loader: LoaderDisplay) -> list
 
 
 def _array(value: object) -> NDArray[Any]:
-    return value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu().numpy()
+    return np.asarray(value)
 
 
 def values_of(
-    batch: Mapping[str, Any], row: int, channels: Sequence[Channel]
+    batch: Mapping[str, Any],
+    row: int,
+    channels: Sequence[Channel],
 ) -> list[tuple[Channel, Any]]:
     """Return the selected channels that a sample has, in its own frame."""
     if not channels:
@@ -339,7 +343,9 @@ def _read_value(batch: Mapping[str, Any], name: str, index: tuple[int, ...]) -> 
 def _index_value(value: Any, index: tuple[int, ...]) -> Any:
     for number in index:
         value = value[number]
-    return value if isinstance(value, (str, bytes)) else _array(value)
+    if isinstance(value, (str, bytes)):
+        return value
+    return _array(value)
 
 
 class BatchDescription(NamedTuple):
@@ -377,7 +383,10 @@ class BatchDescription(NamedTuple):
 
 def _align_columns(rows: Sequence[tuple[str, str, str]]) -> str:
     """Align the first two columns to the left."""
-    widths = [max(min(len(row[column]), 40) for row in rows) for column in (0, 1)]
+    widths = []
+    for column in (0, 1):
+        lengths = [min(len(row[column]), 40) for row in rows]
+        widths.append(max(lengths))
     return "\n".join(
         f"{name:<{widths[0]}}  {form:<{widths[1]}}  {meaning}".rstrip()
         for name, form, meaning in rows
@@ -385,7 +394,9 @@ def _align_columns(rows: Sequence[tuple[str, str, str]]) -> str:
 
 
 def describe_batch(
-    batch: Mapping[str, Any], channels: Sequence[Channel], box_frame: str
+    batch: Mapping[str, Any],
+    channels: Sequence[Channel],
+    box_frame: str,
 ) -> BatchDescription:
     """Return form and meaning of each entry of a batch with these selected channels, and with
     boxes in this frame.

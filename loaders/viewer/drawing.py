@@ -17,6 +17,7 @@ from fuelrail.pipeline.sample.schema import box_corners
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.channels.table import Channel
+    from fuelrail.pipeline.dtypes import F64, I32, U8, Mask
 
 NEAR_M: Final = 0.2
 """Edges are cut where they come nearer to the camera than this."""
@@ -39,6 +40,8 @@ _MOST_SHAPES: Final = 500
 # Corner numbers as Boxes.corners gives them: bit 2 = rear, bit 1 = right, bit 0 = bottom.
 _EDGES: Final = tuple((a, a | bit) for bit in (1, 2, 4) for a in range(8) if not a & bit)
 _FRONT: Final = ((0, 3), (1, 2))
+_WHITE: Final = (255, 255, 255)
+_TEXT_COLOUR: Final = (230, 230, 230)
 # Colours of equal lightness that stay apart on road scenes, for classes in turn (RGB).
 _PALETTE: Final = (
     (255, 158, 0),
@@ -68,7 +71,7 @@ class DrawnBoxes(NamedTuple):
     ``label`` [M].
     """
 
-    corners: NDArray[np.float64]
+    corners: F64
     label: NDArray[np.integer]
 
 
@@ -80,7 +83,7 @@ class DrawnFrame(NamedTuple):
     mirrored or rotated. ``title`` is written into the captions too.
     """
 
-    images: Sequence[NDArray[np.uint8]]
+    images: Sequence[U8]
     ego2img: NDArray[np.floating[Any]]
     boxes: DrawnBoxes | None = None
     ida_mat: NDArray[np.floating[Any]] | None = None
@@ -95,7 +98,7 @@ def contact_sheet(
     *,
     points: NDArray[np.floating[Any]] | None = None,
     key: int = 0,
-) -> NDArray[np.uint8]:
+) -> U8:
     """Draw a sample: camera images with boxes and values of channels; nearer boxes hide those
     behind them.
 
@@ -113,30 +116,22 @@ def contact_sheet(
         uint8 [H', W', 3], RGB.
 
     """
-    tiles = [
-        _draw_tiles(frame, cameras, values if number == key else ())
-        for number, frame in enumerate(frames)
-    ]
+    tiles_of_frames = []
+    for number, frame in enumerate(frames):
+        values_of_frame = values if number == key else ()
+        tiles_of_frames.append(_draw_tiles(frame, cameras, values_of_frame))
     order = placed(cameras)
-    if len(frames) == 1:
-        sheet = _join_grid([tiles[0][channel] for channel in order], _COLUMNS)
-    else:
-        sheet = _join_grid(
-            [frame_tiles[channel] for channel in order for frame_tiles in tiles],
-            len(frames),
-        )
+    tiles: list[U8] = []
+    for camera in order:
+        tiles += [frame_tiles[camera] for frame_tiles in tiles_of_frames]
+    sheet = _join_grid(tiles, _COLUMNS if len(frames) == 1 else len(frames))
     boxes = frames[key].boxes
     if points is not None:
-        rows = (
-            2 if len(frames) == 1 else len(order)
-        )  # of one frame the pane is as high as the sheet
-        pane = _draw_from_above(min(len(sheet), 2 * len(sheet) // rows), boxes, points)
-        pane = np.pad(
-            pane,
-            ((0, len(sheet) - len(pane)), (0, 0), (0, 0)),
-            constant_values=_DARK,
-        )
-        sheet = np.concatenate([sheet, pane], 1)
+        # Of one frame the pane is as high as the sheet.
+        height = len(sheet)
+        rows = 2 if len(frames) == 1 else len(order)
+        pane = _draw_from_above(min(height, 2 * height // rows), boxes, points)
+        sheet = np.concatenate([sheet, _pad(pane, below=height - len(pane))], 1)
     width = sheet.shape[1]
     parts = [sheet]
     if boxes is not None:
@@ -144,14 +139,21 @@ def contact_sheet(
         left = 10
         for label in sorted(set(boxes.label.tolist())):
             name = classes[label] if label >= 0 else "other"
-            text = f"{name} {int((boxes.label == label).sum())}"
-            corners = (left, 7), (left + 12, 19)
-            cv2.rectangle(legend, *corners, color=colour_of(label), thickness=cv2.FILLED)
-            _write(legend, text, (left + 18, 18), (230, 230, 230))
-            left += 18 + _text_size(text)[0] + 24
+            count = int((boxes.label == label).sum())
+            text = f"{name} {count}"
+            text_width, _ = _text_size(text)
+            cv2.rectangle(
+                legend,
+                (left, 7),
+                (left + 12, 19),
+                color=colour_of(label),
+                thickness=cv2.FILLED,
+            )
+            _write(legend, text, (left + 18, 18), _TEXT_COLOUR)
+            left += 18 + text_width + 24
         parts.append(legend)
     for channel, value in values:
-        parts.append(_make_value_strip(width, channel, value))
+        parts.append(_strip(width, f"{channel.name}: {value_text(channel, value)}"))
     return np.concatenate(parts)
 
 
@@ -164,53 +166,73 @@ def placed(cameras: Sequence[str]) -> list[str]:
     return list(cameras)
 
 
-def stack(sheets: Sequence[tuple[str, NDArray[np.uint8]]]) -> NDArray[np.uint8]:
+def stack(sheets: Sequence[tuple[str, U8]]) -> U8:
     """Place sheets below each other, each with its title above."""
     width = max(sheet.shape[1] for _, sheet in sheets)
     parts = []
     for title, sheet in sheets:
-        missing = ((0, 0), (0, width - sheet.shape[1]), (0, 0))
-        parts += [
-            _strip(width, title),
-            np.pad(sheet, missing, constant_values=_DARK),
-        ]
+        parts.append(_strip(width, title))
+        parts.append(_pad(sheet, right=width - sheet.shape[1]))
     return np.concatenate(parts)
 
 
-def png(sheet: NDArray[np.uint8]) -> bytes:
+def _pad(picture: U8, *, below: int = 0, right: int = 0) -> U8:
+    margins = ((0, below), (0, right), (0, 0))
+    return np.pad(picture, margins, constant_values=_DARK)
+
+
+def png(sheet: U8) -> bytes:
     """Return a picture, uint8 [H, W, 3], RGB, as the bytes of a PNG file."""
-    return cv2.imencode(".png", sheet[..., ::-1])[1].tobytes()
+    bgr = sheet[..., ::-1]
+    _, encoded = cv2.imencode(".png", bgr)
+    return encoded.tobytes()
 
 
 def _draw_tiles(
     frame: DrawnFrame,
     cameras: Sequence[str],
     values: Sequence[tuple[Channel, Any]],
-) -> dict[str, NDArray[np.uint8]]:
+) -> dict[str, U8]:
     tiles = {}
     for number, channel in enumerate(cameras):
         tile = np.ascontiguousarray(frame.images[number].transpose(1, 2, 0))
         for entry, value in values:
             if entry.law.camera == channel and entry.law.name in ON_IMAGES:
                 _draw_value(tile, entry, value)
-        if (
-            frame.boxes is not None and np.isfinite(frame.ego2img[number]).all()
-        ):  # NaN: the clip lacks the camera
+        projection = frame.ego2img[number].astype(np.float64)
+        has_camera = np.isfinite(projection).all()  # else the clip lacks it
+        if frame.boxes is not None and has_camera:
             plain = tile.copy()
-            projection = frame.ego2img[number].astype(np.float64)
+            size_px = max(tile.shape)
             corners = frame.boxes.corners
-            for box, lines in project_boxes(corners, projection, max(tile.shape[:2])):
-                _hide_behind(tile, plain, corners[box], projection)
-                colour = colour_of(int(frame.boxes.label[box]))
-                for start, end in np.round(lines * 16).astype(int).tolist():
-                    cv2.line(tile, start, end, colour, lineType=cv2.LINE_AA, shift=4)
-        turned = "" if frame.ida_mat is None else turn_text(frame.ida_mat[number])
-        _write_caption(tile, f"{channel}{frame.title}{turned}")
+            for box, lines in project_boxes(corners, projection, size_px):
+                # Restore the picture inside the box's outline: what lies behind it is not seen.
+                outline = project_corners(corners[box], projection, size_px)
+                if outline is not None:
+                    inside = np.zeros(tile.shape[:2], np.uint8)
+                    hull = cv2.convexHull(outline.round().astype(np.int32))
+                    cv2.fillConvexPoly(inside, hull, 1)
+                    tile[inside > 0] = plain[inside > 0]
+                label = int(frame.boxes.label[box])
+                fixed = np.round(lines * 16).astype(int)
+                for start, end in fixed.tolist():
+                    cv2.line(
+                        tile,
+                        start,
+                        end,
+                        color=colour_of(label),
+                        lineType=cv2.LINE_AA,
+                        shift=4,
+                    )
+        caption = f"{channel}{frame.title}"
+        if frame.ida_mat is not None:
+            caption += turn_text(frame.ida_mat[number])
+        _write_caption(tile, caption)
         tiles[channel] = tile
     return tiles
 
 
-def corners_by_yaw(boxes3d: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
+def corners_by_yaw(boxes3d: NDArray[np.floating[Any]]) -> F64:
     """Return the corners [M, 8, 3] of boxes [M, 7], turned by their yaw alone, as those of a batch
     are.
     """
@@ -220,65 +242,72 @@ def corners_by_yaw(boxes3d: NDArray[np.floating[Any]]) -> NDArray[np.float64]:
     return box_corners(boxes3d, rotation_wxyz).astype(np.float64)
 
 
-def project_boxes(
-    corners: NDArray[np.float64], ego2img: NDArray[np.float64], size_px: int
-) -> Iterator[tuple[int, NDArray[np.float64]]]:
+def project_boxes(corners: F64, ego2img: F64, size_px: int) -> Iterator[tuple[int, F64]]:
     """Yield each box that is seen, the farthest first: its number, and its edges with a cross
     in its front, [K, 2, 2].
 
     ``corners`` are [M, 8, 3] in ego. Pixels (u, v) are centre-origin; edges of more than 20
     ``size_px``, the image's longer side, away are left out.
     """
-    depths = corners @ ego2img[2, :3] + ego2img[2, 3]
-    for box in np.argsort(-(corners.mean(1) @ ego2img[2, :3])).tolist():
+    forward = ego2img[2, :3]
+    depths = corners @ forward + ego2img[2, 3]
+    box_depths = corners.mean(1) @ forward
+    for box in np.argsort(-box_depths).tolist():
         if depths[box].max(initial=-np.inf) < NEAR_M:
             continue
         lines = []
         for a, b in (*_EDGES, *_FRONT):
             segment = project_segment(corners[box, a], corners[box, b], ego2img)
+            if segment is None:
+                continue
             # Far outside the picture OpenCV's fixed-point coordinates would overflow.
-            if segment is not None and np.abs(segment).max() <= 20 * size_px:
+            if np.abs(segment).max() <= 20 * size_px:
                 lines.append(segment)
         if lines:
             yield box, np.array(lines)
 
 
 def project_segment(
-    start: NDArray[np.float64],
-    end: NDArray[np.float64],
-    ego2img: NDArray[np.float64],
-) -> tuple[NDArray[np.float64], NDArray[np.float64]] | None:
+    start: F64,
+    end: F64,
+    ego2img: F64,
+) -> tuple[F64, F64] | None:
     """Project the part of a segment (two points in ego, metres) that lies at least NEAR_M in front
     of a camera.
 
     Returns two pixels (u, v), centre-origin, or None where all of it is behind.
     """
-    a, b = (ego2img @ np.append(point, 1.0) for point in (start, end))
-    if a[2] < NEAR_M and b[2] < NEAR_M:
+    a = ego2img @ np.append(start, 1.0)
+    b = ego2img @ np.append(end, 1.0)
+    is_a_near = a[2] < NEAR_M
+    is_b_near = b[2] < NEAR_M
+    if is_a_near and is_b_near:
         return None
-    if a[2] < NEAR_M or b[2] < NEAR_M:
+    if is_a_near or is_b_near:
         cut = a + (b - a) * (NEAR_M - a[2]) / (b[2] - a[2])
-        a, b = (cut, b) if a[2] < NEAR_M else (a, cut)
+        if is_a_near:
+            a = cut
+        else:
+            b = cut
     return a[:2] / a[2], b[:2] / b[2]
 
 
-def project_corners(
-    corners: NDArray[np.float64], ego2img: NDArray[np.float64], size_px: int
-) -> NDArray[np.float64] | None:
+def project_corners(corners: F64, ego2img: F64, size_px: int) -> F64 | None:
     """Project the corners of a box, [8, 2] pixels, whose convex hull hides what lies behind it.
 
     None where it hides nothing: a corner is behind the camera, or more than 20 ``size_px`` away.
     """
-    projected = np.append(corners, np.ones((len(corners), 1)), 1) @ ego2img.T
+    ones = np.ones((len(corners), 1))
+    projected = np.append(corners, ones, 1) @ ego2img.T
     if projected[:, 2].min() < NEAR_M:
         return None
     pixels = projected[:, :2] / projected[:, 2:3]
-    return pixels if np.abs(pixels).max() <= 20 * size_px else None
+    if np.abs(pixels).max() <= 20 * size_px:
+        return pixels
+    return None
 
 
-def seen_boxes(
-    corners: NDArray[np.float64], ego2img: NDArray[np.float64], size: NDArray[np.integer[Any]]
-) -> list[dict[str, Any]]:
+def seen_boxes(corners: F64, ego2img: F64, size: NDArray[np.integer[Any]]) -> list[dict[str, Any]]:
     """Return each box that a camera with images of this (width, height) sees, the farthest first,
     for others to draw: its number ``box``, its ``lines`` [K, 4] in pixels (u, v, u, v), and the
     ``hull`` [M, 2] of it that hides what lies behind, or None. None are seen where ``ego2img`` is
@@ -292,8 +321,10 @@ def seen_boxes(
         pixels = project_corners(corners[box], ego2img, size_px)
         hull = None
         if pixels is not None:
-            hull = cv2.convexHull(pixels.astype(np.float32))[:, 0].round(1)
-        boxes.append({"box": box, "lines": lines.reshape(-1, 4).round(3), "hull": hull})
+            outline = cv2.convexHull(pixels.astype(np.float32))
+            hull = outline[:, 0].round(1)
+        flat_lines = lines.reshape(-1, 4).round(3)
+        boxes.append({"box": box, "lines": flat_lines, "hull": hull})
     return boxes
 
 
@@ -322,31 +353,22 @@ def turn_text(ida_mat: NDArray[np.floating[Any]]) -> str:
     # that points down.
     is_mirrored = bool(np.linalg.det(ida_mat[:2, :2]) < 0)
     sine, cosine = ida_mat[1, :2]
-    degrees = math.degrees(math.atan2(sine if is_mirrored else -sine, cosine))
-    text = "  mirrored" if is_mirrored else ""
+    text = ""
+    if is_mirrored:
+        text = "  mirrored"
+    else:
+        sine = -sine
+    degrees = math.degrees(math.atan2(sine, cosine))
     if abs(degrees) >= 0.5:
         text += f"  {degrees:+.1f} deg"
     return text
 
 
-def _hide_behind(
-    tile: NDArray[np.uint8],
-    plain: NDArray[np.uint8],
-    corners: NDArray[np.float64],
-    ego2img: NDArray[np.float64],
-) -> None:
-    """Restore the picture inside a box's outline: what lies behind it is not seen."""
-    pixels = project_corners(corners, ego2img, max(tile.shape))
-    if pixels is None:
-        return
-    inside = np.zeros(tile.shape[:2], np.uint8)
-    cv2.fillConvexPoly(inside, cv2.convexHull(pixels.round().astype(np.int32)), 1)
-    tile[inside > 0] = plain[inside > 0]
-
-
 def _draw_from_above(
-    size_px: int, boxes: DrawnBoxes | None, points: NDArray[np.floating[Any]]
-) -> NDArray[np.uint8]:
+    size_px: int,
+    boxes: DrawnBoxes | None,
+    points: NDArray[np.floating[Any]],
+) -> U8:
     """Draw points and boxes within ``ABOVE_M`` of ego from above: ahead is up, each box with its
     heading.
     """
@@ -354,20 +376,16 @@ def _draw_from_above(
     scale = size_px / (2 * ABOVE_M)
     middle = size_px / 2
 
-    def pixels(xy: NDArray[np.floating[Any]]) -> NDArray[np.int32]:
-        return (
-            np.stack([middle - xy[..., 1] * scale, middle - xy[..., 0] * scale], -1)
-            .round()
-            .astype(np.int32)
-        )
+    def pixels(xy: NDArray[np.floating[Any]]) -> I32:
+        column = middle - xy[..., 1] * scale
+        row = middle - xy[..., 0] * scale
+        return np.stack([column, row], -1).round().astype(np.int32)
 
-    near = points[(np.abs(points[:, :2]) < ABOVE_M * 0.999).all(1)]
-    places = pixels(near)
+    is_near = (np.abs(points[:, :2]) < ABOVE_M * 0.999).all(1)
+    near = points[is_near]
+    places = np.clip(pixels(near), 0, size_px - 1)
     height = np.clip((near[:, 2:3] + 1.0) / 4.0, 0.0, 1.0)  # from the ground to three metres
-    pane[
-        np.clip(places[:, 1], 0, size_px - 1),
-        np.clip(places[:, 0], 0, size_px - 1),
-    ] = 70 + 150 * height
+    pane[places[:, 1], places[:, 0]] = 70 + 150 * height
     for radius in (20, 40):
         cv2.circle(
             pane,
@@ -376,58 +394,67 @@ def _draw_from_above(
             color=(70, 70, 70),
             lineType=cv2.LINE_AA,
         )
-        _write_caption(pane[int(middle - radius * scale) :, int(middle) :], f"{radius} m")
+        top = int(middle - radius * scale)
+        _write_caption(pane[top:, int(middle) :], f"{radius} m")
     if boxes is not None:
         for box, label in zip(boxes.corners, boxes.label.tolist(), strict=True):
-            if np.abs(box[:, :2]).max() < ABOVE_M:
-                outline = box[OUTLINE, :2]
-                cv2.polylines(
-                    pane,
-                    [pixels(outline)],
-                    isClosed=True,
-                    color=colour_of(label),
-                    lineType=cv2.LINE_AA,
-                )
-                centre = box[:, :2].mean(0)
-                front = box[:4, :2].mean(0)
-                line = pixels(np.stack([centre, front + 0.5 * (front - centre)]))
-                cv2.line(
-                    pane,
-                    line[0].tolist(),
-                    line[1].tolist(),
-                    color=colour_of(label),
-                    thickness=2,
-                    lineType=cv2.LINE_AA,
-                )
+            corners = box[:, :2]
+            is_near = np.abs(corners).max() < ABOVE_M
+            if not is_near:
+                continue
+            colour = colour_of(label)
+            cv2.polylines(
+                pane,
+                [pixels(corners[OUTLINE])],
+                isClosed=True,
+                color=colour,
+                lineType=cv2.LINE_AA,
+            )
+            centre = corners.mean(0)
+            front = corners[:4].mean(0)
+            ahead = front + 0.5 * (front - centre)
+            start, end = pixels(np.stack([centre, ahead])).tolist()
+            cv2.line(
+                pane,
+                start,
+                end,
+                color=colour,
+                thickness=2,
+                lineType=cv2.LINE_AA,
+            )
     ego = np.array([[2.5, 0.0], [-1.0, 1.0], [-1.0, -1.0]])
-    cv2.fillConvexPoly(pane, pixels(ego), (255, 255, 255), cv2.LINE_AA)
+    cv2.fillConvexPoly(pane, pixels(ego), _WHITE, cv2.LINE_AA)
     _write_caption(pane, "from above [ego]")
     return pane
 
 
-def _draw_value(tile: NDArray[np.uint8], channel: Channel, value: Any) -> None:
+def _draw_value(tile: U8, channel: Channel, value: Any) -> None:
     """Draw a value of law ``image`` or ``image_points`` on the image that it lies on."""
     if channel.law.name == "image":
         mask, colours = colour_raster(np.asarray(value), channel.law.fill or 0.0)
-        tile[mask] = (tile[mask].astype(np.uint16) + colours[mask]) // 2
+        pixels = tile[mask].astype(np.uint16)
+        tile[mask] = (pixels + colours[mask]) // 2
         return
     limit = 20 * max(tile.shape)
     for boxes in groups_of(value, channel, "boxes"):
-        for number, corners in enumerate(boxes[np.abs(boxes).max(-1, initial=0) < limit].tolist()):
-            u, v, right, bottom = (round(side * 16) for side in corners)
+        is_near = np.abs(boxes).max(-1, initial=0) < limit
+        for number, sides in enumerate(boxes[is_near].tolist()):
+            left, top, right, bottom = (round(side * 16) for side in sides)
             cv2.rectangle(
                 tile,
-                (u, v),
+                (left, top),
                 (right, bottom),
                 colour_of(number),
                 lineType=cv2.LINE_AA,
                 shift=4,
             )
     for points in groups_of(value, channel, "points"):
-        for number, point in enumerate(points[np.abs(points).max(-1, initial=0) < limit].tolist()):
+        is_near = np.abs(points).max(-1, initial=0) < limit
+        for number, point in enumerate(points[is_near].tolist()):
+            u, v = (round(coordinate * 16) for coordinate in point[:2])
             cv2.circle(
                 tile,
-                center=(round(point[0] * 16), round(point[1] * 16)),
+                center=(u, v),
                 radius=32,
                 color=colour_of(number),
                 thickness=cv2.FILLED,
@@ -436,21 +463,23 @@ def _draw_value(tile: NDArray[np.uint8], channel: Channel, value: Any) -> None:
             )
 
 
-def colour_raster(raster: NDArray[Any], fill: float) -> tuple[NDArray[np.bool_], NDArray[np.uint8]]:
+def colour_raster(raster: NDArray[Any], fill: float) -> tuple[Mask, U8]:
     """Return where a raster has values, [H, W], and these as colours, uint8 [H, W, 3]: labels by
     palette, numbers from blue to red.
     """
     if raster.ndim == 3:
         return np.ones(raster.shape[:2], bool), raster.astype(np.uint8)
     if raster.dtype.kind != "f":
-        colours = np.array(_PALETTE, np.uint8)[raster.astype(np.int64) % len(_PALETTE)]
+        palette = np.array(_PALETTE, np.uint8)
+        colours = palette[raster.astype(np.int64) % len(palette)]
         return raster != fill, colours
     mask = np.isfinite(raster) & (raster != fill)
     numbers = raster[mask].astype(np.float64)
     low = float(numbers.min()) if numbers.size else 0.0
     high = float(numbers.max()) if numbers.size else 1.0
-    share = np.where(mask, (raster - low) / max(high - low, 1e-9), 0.0)
-    bgr = cv2.applyColorMap((share * 255).astype(np.uint8), cv2.COLORMAP_TURBO)
+    share = (raster - low) / max(high - low, 1e-9)
+    levels = np.where(mask, share, 0.0) * 255
+    bgr = cv2.applyColorMap(levels.astype(np.uint8), cv2.COLORMAP_TURBO)
     return mask, np.asarray(bgr, np.uint8)[..., ::-1]
 
 
@@ -462,40 +491,39 @@ def grid_from_above(channel: Channel, value: NDArray[Any]) -> NDArray[Any]:
     """
     space = [name for name in ("x", "y", "z") if name in channel.axes]
     extent_m = np.reshape(channel.law.extent_m or (), (2, len(space)))
-    raster = np.moveaxis(value, [channel.axes.index(name) for name in space], range(len(space)))
+    axes = [channel.axes.index(name) for name in space]
+    raster = np.moveaxis(value, axes, range(len(space)))
     for axis in range(len(space)):
         if extent_m[0, axis] < extent_m[1, axis]:
             raster = np.flip(raster, axis)
     if "z" in space:
-        has_value = np.isfinite(raster) & (raster != (channel.law.fill or 0))
-        topmost = has_value.argmax(2)
-        raster = np.take_along_axis(raster, np.expand_dims(topmost, 2), 2)[:, :, 0]
-    if raster.ndim > 2 and not (raster.dtype == np.uint8 and raster.shape[2:] == (3,)):
+        fill = channel.law.fill or 0
+        has_value = np.isfinite(raster) & (raster != fill)
+        topmost = has_value.argmax(2)[:, :, None]
+        raster = np.take_along_axis(raster, topmost, 2)[:, :, 0]
+    is_colour = raster.dtype == np.uint8 and raster.shape[2:] == (3,)
+    if raster.ndim > 2 and not is_colour:
         raster = raster.reshape(*raster.shape[:2], -1).max(2)
     return raster
 
 
-def groups_of(value: Any, channel: Channel, role: str) -> Iterator[NDArray[np.float64]]:
+def groups_of(value: Any, channel: Channel, role: str) -> Iterator[F64]:
     """Yield the groups of columns (M, K) that play a role."""
     for group in channel.law.roles.get(role, ()):
-        columns = (
-            value[group[0]]
-            if isinstance(value, dict)
-            else value[..., [channel.columns.index(name) for name in group]]
-        )
+        if isinstance(value, dict):
+            columns = value[group[0]]
+        else:
+            columns = value[..., [channel.columns.index(name) for name in group]]
         yield np.asarray(columns, np.float64).reshape(-1, columns.shape[-1])
-
-
-def _make_value_strip(width: int, channel: Channel, value: Any) -> NDArray[np.uint8]:
-    """Return a strip that names a channel, with its value where it is short."""
-    return _strip(width, f"{channel.name}: {value_text(channel, value)}")
 
 
 def value_text(channel: Channel, value: Any) -> str:
     """Return a channel's value where it is short, else its form."""
     value = value.parts if isinstance(value, Logits) else value
     if isinstance(value, str | list):
-        return value if isinstance(value, str) else " | ".join(value)
+        if isinstance(value, str):
+            return value
+        return " | ".join(value)
     if isinstance(value, dict):
         return ", ".join(
             f"{name} {list(np.shape(array_part))}" for name, array_part in value.items()
@@ -519,15 +547,15 @@ def value_in_words(channel: Channel, value: Any) -> str:
     return "\n".join(lines)
 
 
-def _strip(width: int, text: str) -> NDArray[np.uint8]:
+def _strip(width: int, text: str) -> U8:
     strip = np.full((22, width, 3), _DARK, np.uint8)
     ascii_only = text[:_MOST_TEXT].encode("ascii", "replace").decode()
-    _write(strip, ascii_only, (10, 15), (230, 230, 230))
+    _write(strip, ascii_only, (10, 15), _TEXT_COLOUR)
     return strip
 
 
 def _write(
-    picture: NDArray[np.uint8],
+    picture: U8,
     text: str,
     place: tuple[int, int],
     colour: tuple[int, int, int],
@@ -555,16 +583,18 @@ def _text_size(text: str) -> tuple[int, int]:
 
 def colour_of(label: int) -> tuple[int, int, int]:
     """Return the colour of a class, RGB; white of a label that is none."""
-    return (255, 255, 255) if label < 0 else _PALETTE[label % len(_PALETTE)]
+    if label < 0:
+        return 255, 255, 255
+    return _PALETTE[label % len(_PALETTE)]
 
 
-def _write_caption(tile: NDArray[np.uint8], text: str) -> None:
+def _write_caption(tile: U8, text: str) -> None:
     width, height = _text_size(text)
     tile[: height + 9, : width + 10] //= 3
-    _write(tile, text, (5, height + 4), (255, 255, 255))
+    _write(tile, text, (5, height + 4), _WHITE)
 
 
-def _join_grid(tiles: Sequence[NDArray[np.uint8]], columns: int) -> NDArray[np.uint8]:
+def _join_grid(tiles: Sequence[U8], columns: int) -> U8:
     height, width = (max(tile.shape[axis] for tile in tiles) for axis in (0, 1))
     columns = min(columns, len(tiles))
     rows = math.ceil(len(tiles) / columns)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import copy
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Any, Final, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from fuelrail.loaders.witness.record import Epoch, add_sums, add_tables, merge_epochs
 from fuelrail.loaders.witness.rows import id_rows, row_names
@@ -17,12 +16,16 @@ from fuelrail.loaders.witness.sketch import ALL, LARGE, SAMPLE_ROWS, Surplus, Ta
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.text import Printed, text_of
 
+if TYPE_CHECKING:
+    from fuelrail.pipeline.dtypes import Mask
+
+
 Tail: TypeAlias = Literal["exact", "pad", "drop", "repeat"]
 Content: TypeAlias = Literal["equal", "random"]
 
 MAX_NAMED: Final = 1000
 _CHUNK: Final = 1 << 12
-_SHOWN: Final = 5
+_NUM_LISTED: Final = 5
 
 
 class Fault(msgspec.Struct, frozen=True):
@@ -116,14 +119,17 @@ def expect(value: Any, kind: str | None) -> Expected:
     record = Epoch(rows=len(ids))
     for start in range(0, len(ids), _CHUNK):
         part = ids[start : start + _CHUNK]
-        rows = id_rows(np.asarray(part) if isinstance(ids, range) else part)
+        if isinstance(part, range):
+            part = np.asarray(part)
+        rows = id_rows(part)
         if record.table is None:
             record.table = Table(LARGE, has_names=rows.kind == "text")
             record.kind = rows.kind  # type: ignore[assignment]
         if record.kind != rows.kind:
             raise ConfigError("expected= must be a list of integers, or of texts, not of both")
         record.table.add(rows.hashes[:, 0], rows.names)
-        record.sums = add_sums(record.sums, rows.hashes.sum(axis=0, dtype=np.uint64).tolist())
+        sums = rows.hashes.sum(axis=0, dtype=np.uint64)
+        record.sums = add_sums(record.sums, sums.tolist())
     return Expected(record, ids)
 
 
@@ -190,8 +196,9 @@ def judge(records: Sequence[Epoch], rules: Rules, previous: Sequence[Epoch] = ()
             text += str(previous[0].epoch)
             if rules.shuffles:
                 text += ": call set_epoch(epoch) on the sampler before each epoch"
-            fault = Fault("same_order", text, len(ranks), ranks=ranks)
-            findings.append(fault if rules.shuffles else text)
+                findings.append(Fault("same_order", text, count=len(ranks), ranks=ranks))
+            else:
+                findings.append(text)
         if rules.content is not None:
             findings += _compare_contents(counted, total, previous, rules.content)
     expected = rules.expected.record
@@ -208,27 +215,31 @@ def judge(records: Sequence[Epoch], rules: Rules, previous: Sequence[Epoch] = ()
 
 
 def _compare_ranks(
-    records: Sequence[Epoch], counted: Sequence[Epoch], groups: Sequence[Sequence[int]]
+    records: Sequence[Epoch],
+    counted: Sequence[Epoch],
+    groups: Sequence[Sequence[int]],
 ) -> Iterator[Fault]:
     """Find groups whose ranks differ, ranks of another number of batches, ranks that are equal."""
     sequences = {record.ranks[0]: record.sequence for record in records}
     for group in groups:
-        ((usual, _),) = Counter(sequences[rank] for rank in group).most_common(1)
+        counts = Counter(sequences[rank] for rank in group)
+        ((usual, _),) = counts.most_common(1)
         ranks = sorted(rank for rank in group if sequences[rank] != usual)
         if ranks:
             text = (
                 f"{_ranks_text(group)} should see the same rows in the same order, and "
                 f"{_ranks_text(ranks)} saw others"
             )
-            yield Fault("different_rows", text, len(ranks), ranks=ranks)
+            yield Fault("different_rows", text, count=len(ranks), ranks=ranks)
     if all(record.is_complete for record in records):
         batches = {record.ranks[0]: record.batches[0] for record in counted}
-        ((count, _),) = Counter(batches.values()).most_common(1)
-        ranks = sorted(rank for rank in batches if batches[rank] != count)
+        ((usual_count, _),) = Counter(batches.values()).most_common(1)
+        ranks = sorted(rank for rank in batches if batches[rank] != usual_count)
         if ranks:
-            shown = ", ".join(f"{batches[rank]:,} on rank {rank}" for rank in ranks[:_SHOWN])
-            text = f"ranks have another number of batches: {count:,} on most, {shown}"
-            yield Fault("uneven", text, len(ranks), ranks=ranks)
+            listed = [f"{batches[rank]:,} on rank {rank}" for rank in ranks[:_NUM_LISTED]]
+            text = f"ranks have another number of batches: {usual_count:,} on most"
+            text = ", ".join([text, *listed])
+            yield Fault("uneven", text, count=len(ranks), ranks=ranks)
     by_sums = defaultdict(list)
     for record in counted:
         if record.own_rows == record.rows > 1:
@@ -237,13 +248,20 @@ def _compare_ranks(
         if len(equal) == 1:
             continue
         ranks = sorted(record.ranks[0] for record in equal)
-        sample = equal[0].sample.rows
-        names = row_names(equal[0].kind, sample["hash"], sample["name"])
+        first = equal[0]
+        sample = first.sample.rows
+        names = row_names(first.kind, sample["hash"], sample["name"])
         text = (
-            f"{_ranks_text(ranks)} saw the same {equal[0].rows:,} rows, and should share "
+            f"{_ranks_text(ranks)} saw the same {first.rows:,} rows, and should share "
             "them out: the sampler or the shards do not depend on the rank"
         )
-        yield Fault("same_rows", text, equal[0].rows, rows=names[:MAX_NAMED], ranks=ranks)
+        yield Fault(
+            "same_rows",
+            text,
+            count=first.rows,
+            rows=names[:MAX_NAMED],
+            ranks=ranks,
+        )
 
 
 def _compare_rows(counted: Sequence[Epoch], total: Epoch, rules: Rules) -> Iterator[Fault | str]:
@@ -269,8 +287,10 @@ def _compare_rows(counted: Sequence[Epoch], total: Epoch, rules: Rules) -> Itera
         hashes = id_rows(ids).hashes[:, 0]
         is_listed = np.isin(surplus.hashes, hashes)
         if kind == "text":  # of which the table has no more than their ends
-            places = np.flatnonzero(np.isin(hashes, surplus.hashes)).tolist()
-            texts = {int(hashes[place]): str(ids[place]) for place in places}
+            is_surplus = np.isin(hashes, surplus.hashes)
+            texts = {}
+            for place in np.flatnonzero(is_surplus).tolist():
+                texts[int(hashes[place])] = str(ids[place])
             pairs = zip(surplus.hashes.tolist(), names, strict=True)
             names = [texts.get(digest, name) for digest, name in pairs]
     foreign = int(surplus.times[is_more & ~is_listed].sum())
@@ -281,7 +301,9 @@ def _compare_rows(counted: Sequence[Epoch], total: Epoch, rules: Rules) -> Itera
     # batch; all ranks then have as many rows.
     ranks = len(counted)
     batch = max(ranks * total.largest_batch, 1)
-    may_pad = rules.tail == "pad" or (rules.tail is None and (ranks > 1 or rules.pads))
+    may_pad = rules.tail == "pad"
+    if rules.tail is None:
+        may_pad = ranks > 1 or rules.pads
     is_even = len({record.own_rows for record in counted}) == 1
     padding = int(surplus.times[is_more].sum())
     if surplus.is_whole:
@@ -312,13 +334,25 @@ def _compare_rows(counted: Sequence[Epoch], total: Epoch, rules: Rules) -> Itera
             continue
         rows = _named(names, mask)
         hashes = surplus.hashes[mask]
-        samples = ((record.ranks[0], record.sample.rows["hash"]) for record in counted)
-        seen_by = [rank for rank, sample in samples if np.isin(sample, hashes).any()]
-        text = f"{'' if surplus.is_whole else 'about '}{_rows_text(rows, count)} {text}"
-        text += f", on {_ranks_text(seen_by)}" if seen_by else ""
+        seen_by = [
+            record.ranks[0]
+            for record in counted
+            if np.isin(record.sample.rows["hash"], hashes).any()
+        ]
+        text = f"{_rows_text(rows, count)} {text}"
+        if not surplus.is_whole:
+            text = f"about {text}"
+        if seen_by:
+            text += f", on {_ranks_text(seen_by)}"
         if fault == "repeated" and count >= total.rows - total.own_rows > 0:
             text += "; as many came before the resume, so it may have started over"
-        yield Fault(fault, text, count, rows=rows[:MAX_NAMED], ranks=seen_by)
+        yield Fault(
+            fault,
+            text,
+            count=count,
+            rows=rows[:MAX_NAMED],
+            ranks=seen_by,
+        )
 
 
 def _find_surplus(total: Epoch, expected: Epoch | None) -> tuple[Surplus, int, int]:
@@ -337,7 +371,8 @@ def _find_surplus(total: Epoch, expected: Epoch | None) -> tuple[Surplus, int, i
         add_tables(difference, table)
         surplus = difference.surplus()
         net = total.rows - expected.rows
-        error = 2.5 * surplus.estimate * (2 / difference.cells[:, :, 0].size) ** 0.5
+        num_cells = difference.cells[:, :, 0].size
+        error = 2.5 * surplus.estimate * (2 / num_cells) ** 0.5
         repeated = max(net, 0)
         if surplus.is_whole:
             repeated = int(surplus.times[surplus.times > 0].sum())
@@ -349,7 +384,8 @@ def _find_surplus(total: Epoch, expected: Epoch | None) -> tuple[Surplus, int, i
     repeated = int(repeats["count"].sum()) - len(repeats)
     is_whole = total.sample.limit == ALL
     if not is_whole:
-        repeated = round(repeated / max(int(sample["count"].sum()), 1) * total.rows)
+        num_sampled = max(int(sample["count"].sum()), 1)
+        repeated = round(repeated / num_sampled * total.rows)
     surplus = Surplus(
         hashes=repeats["hash"],
         names=repeats["name"],
@@ -364,7 +400,10 @@ def _find_surplus(total: Epoch, expected: Epoch | None) -> tuple[Surplus, int, i
 
 
 def _compare_contents(
-    counted: Sequence[Epoch], total: Epoch, previous: Sequence[Epoch], content: Content
+    counted: Sequence[Epoch],
+    total: Epoch,
+    previous: Sequence[Epoch],
+    content: Content,
 ) -> Iterator[Fault]:
     """Compare contents of the rows in the samples, within the epoch and with the one before; find
     rows that have random numbers in common.
@@ -384,9 +423,10 @@ def _compare_contents(
         is_wrong[rows[is_alike]] = True
         text = "should be random and is the same as before: augmentation repeats"
     if is_wrong.any():
-        names = row_names(total.kind, sample["hash"][is_wrong], sample["name"][is_wrong])
+        wrong = sample[is_wrong]
+        names = row_names(total.kind, wrong["hash"], wrong["name"])
         text = f"the content of {_rows_text(names, len(names))} {text}"
-        yield Fault(kind, text, len(names), names[:MAX_NAMED])
+        yield Fault(kind, text, count=len(names), rows=names[:MAX_NAMED])
     if content == "equal":
         return
     by_entry: dict[str, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
@@ -395,30 +435,40 @@ def _compare_contents(
             for identity, digest in digests.items():
                 by_entry[name][digest].add(identity)
     for name, identities in by_entry.items():
-        shared = set().union(*(group for group in identities.values() if len(group) > 1))
+        shared: set[int] = set()
+        for group in identities.values():
+            if len(group) > 1:
+                shared |= group
         if not shared:
             continue
         is_shared = [identity in shared for identity in sample["hash"].tolist()]
-        names = row_names(total.kind, sample["hash"][is_shared], sample["name"][is_shared])
+        equals = sample[is_shared]
+        names = row_names(total.kind, equals["hash"], equals["name"])
         text = (
             f"{_rows_text(names, len(shared))} have the same random numbers in entry '{name}' as "
             "other rows: each worker and rank needs a seed of its own"
         )
-        yield Fault("shared_noise", text, len(shared), names[:MAX_NAMED])
+        yield Fault("shared_noise", text, count=len(shared), rows=names[:MAX_NAMED])
 
 
-def _named(names: Sequence[int | str], mask: NDArray[np.bool_]) -> list[int | str]:
+def _named(names: Sequence[int | str], mask: Mask) -> list[int | str]:
     return [names[place] for place in np.flatnonzero(mask).tolist()]
 
 
 def _ranks_text(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:_SHOWN]))
-    more = " and more" if len(ranks) > _SHOWN else ""
-    return f"rank{'s' * (len(ranks) != 1)} {shown}{more}"
+    noun = "rank" if len(ranks) == 1 else "ranks"
+    text = ", ".join(map(str, ranks[:_NUM_LISTED]))
+    if len(ranks) > _NUM_LISTED:
+        text += " and more"
+    return f"{noun} {text}"
 
 
 def _rows_text(names: Sequence[int | str], count: int) -> str:
-    text = f"{count:,} row{'s' * (count != 1)}"
-    shown = ", ".join(map(str, names[:_SHOWN]))
-    more = ", ..." if len(names) > _SHOWN else ""
-    return f"{text} ({shown}{more})" if names else text
+    noun = "row" if count == 1 else "rows"
+    text = f"{count:,} {noun}"
+    if not names:
+        return text
+    listed = ", ".join(map(str, names[:_NUM_LISTED]))
+    if len(names) > _NUM_LISTED:
+        listed += ", ..."
+    return f"{text} ({listed})"

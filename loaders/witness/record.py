@@ -113,12 +113,12 @@ class Epoch(msgspec.Struct, forbid_unknown_fields=True):
         digests = np.zeros(len(chosen), np.uint64)
         if has_contents:
             columns = read_columns(batch)
-            known = set(self.sample.rows["hash"].tolist())
+            identities = set(self.sample.rows["hash"].tolist())
             for number, row in enumerate(chosen.tolist()):
                 parts = read_row(columns, row, count)
                 digests[number] = digest_row(parts) or 0
                 identity = int(hashes[row])
-                if identity in known:
+                if identity in identities:
                     continue
                 # Floats that are not all equal may be random numbers.
                 for name, value in parts.items():

@@ -25,8 +25,19 @@ NAME_BYTES: Final = 64
 """Bytes of a text's name that are kept; the middle of a longer text is left out."""
 
 ID_ENTRIES: Final = (
-    *("sample_key", "__key__", "index", "idx", "id", "ids", "sample_idx", "sample_index"),
-    *("sample_id", "image_id", "row", "key", "uid"),
+    "sample_key",
+    "__key__",
+    "index",
+    "idx",
+    "id",
+    "ids",
+    "sample_idx",
+    "sample_index",
+    "sample_id",
+    "image_id",
+    "row",
+    "key",
+    "uid",
 )
 """Entries of a batch that are taken for its rows' ids, where no key is given; the first one that
 holds integers, texts or bytes."""
@@ -96,8 +107,9 @@ def text_rows(ids: Sequence[str | bytes]) -> Rows:
 
 def _widened(kind: str, hashes: Hashes) -> Rows:
     """Return rows without names by the first column of their hashes."""
-    both = np.stack([hashes, mix(hashes + _SECOND)], axis=1)
-    return Rows(kind, both, np.zeros(len(hashes), f"S{NAME_BYTES}"))
+    columns = np.stack([hashes, mix(hashes + _SECOND)], axis=1)
+    names = np.zeros(len(hashes), f"S{NAME_BYTES}")
+    return Rows(kind, columns, names)
 
 
 def row_names(kind: str | None, hashes: Hashes, names: Names) -> list[int | str]:

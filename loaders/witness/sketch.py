@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fuelrail.loaders.witness.rows import NAME_BYTES, Hashes, Names, Rows, mix
+
+if TYPE_CHECKING:
+    from fuelrail.pipeline.dtypes import I64
+
 
 LARGE: Final = 2048
 """Cells of each third of a table that names up to about 4,000 rows."""
@@ -52,7 +56,7 @@ class Surplus(NamedTuple):
 
     hashes: Hashes
     names: Names
-    times: NDArray[np.int64]
+    times: I64
     is_whole: bool
     estimate: int
 
@@ -74,7 +78,7 @@ class Table:
         words = NAME_BYTES // 4 if has_names else 0
         self.cells = np.zeros((3, size, _FIELDS + words), np.int64)
 
-    def add(self, hashes: Hashes, names: Names, times: NDArray[np.int64] | None = None) -> None:
+    def add(self, hashes: Hashes, names: Names, times: I64 | None = None) -> None:
         """Add rows by the first column of their hashes, each a number of times; None: once."""
         width = self.cells.shape[2]
         values = np.empty((len(hashes), width), np.int64)
@@ -92,7 +96,7 @@ class Table:
         values = np.broadcast_to(values, places.shape)
         np.add.at(self.cells.reshape(-1), places.reshape(-1), values.reshape(-1))
 
-    def _cells(self, hashes: Hashes) -> NDArray[np.int64]:
+    def _cells(self, hashes: Hashes) -> I64:
         """Return the cells of each row, (3, rows): one of each third, counted over all thirds."""
         size = self.cells.shape[1]
         cells = ((hashes >> _SHIFTS) % np.uint64(size)).astype(np.int64)
@@ -138,7 +142,7 @@ class Table:
         count = max(count, abs(round(float(net))))
         return Surplus(hashes, names, times, is_whole=False, estimate=count)
 
-    def _read_single_rows(self) -> tuple[Hashes, Names, NDArray[np.int64]]:
+    def _read_single_rows(self) -> tuple[Hashes, Names, I64]:
         """Return hash, name and times of each row that is alone in a cell."""
         cells = self.cells.reshape(-1, self.cells.shape[2])
         places = np.flatnonzero(cells[:, 0])
@@ -174,11 +178,11 @@ class CountedRows:
         self.rows = np.zeros(0, ROW) if rows is None else rows
         self.limit = limit
 
-    def select(self, hashes: Hashes) -> NDArray[np.int64]:
+    def select(self, hashes: Hashes) -> I64:
         """Return which rows of a batch belong into the sample."""
         return np.flatnonzero(hashes <= np.uint64(self.limit))
 
-    def add(self, rows: Rows, chosen: NDArray[np.int64], digests: Hashes) -> None:
+    def add(self, rows: Rows, chosen: I64, digests: Hashes) -> None:
         """Add the chosen rows of a batch, with digests of their contents."""
         other = CountedRows(np.zeros(len(chosen), ROW))
         other.rows["hash"] = rows.hashes[chosen, 0]

@@ -125,8 +125,38 @@ class Witness:
             self._expected = expected if is_list else len(expected)
         self._folder = None if folder is None else Path(folder)
         self._on_fault = on_fault
-        self._group, self._rank, self._world = _process_group(timeout_s)
-        groups = _rank_groups(groups, self._world)
+        # A gloo group of all ranks of its own, so that no collective of the training can be
+        # mistaken for one of the witness's.
+        self._group: Any = None
+        dist = sys.modules.get("torch.distributed")
+        if dist is not None and dist.is_available() and dist.is_initialized():
+            self._rank = dist.get_rank()
+            self._world = dist.get_world_size()
+            if self._world > 1:
+                timeout = timedelta(seconds=timeout_s)
+                self._group = dist.new_group(backend="gloo", timeout=timeout)
+        else:
+            rank = os.environ.get("RANK", "0")
+            world = os.environ.get("WORLD_SIZE", "1")
+            if not (rank.isdecimal() and world.isdecimal() and int(rank) < int(world)):
+                raise ConfigError(
+                    f"RANK={rank} and WORLD_SIZE={world} in the environment must be integers, the "
+                    "rank from 0 and below the size"
+                )
+            self._rank = int(rank)
+            self._world = int(world)
+        if hasattr(groups, "mesh_dim_names"):
+            from fuelrail.loaders.distributed import DATA_AXES
+
+            names = groups.mesh_dim_names or ("dp",)
+            data_axes = [axis for axis, name in enumerate(names) if name in DATA_AXES]
+            model_axes = [axis for axis, name in enumerate(names) if name not in DATA_AXES]
+            size = math.prod(groups.mesh.shape[axis] for axis in model_axes)
+            groups = groups.mesh.permute(*data_axes, *model_axes).reshape(-1, size).tolist()
+        if groups is not None:
+            groups = [[int(rank) for rank in group] for group in groups]
+            if sorted(itertools.chain(*groups)) != list(range(self._world)):
+                raise ConfigError(f"groups={groups} must hold each of the {self._world} ranks once")
         self._rules = rules._replace(tail=tail or rules.tail, content=content, groups=groups)
         self._kind: str | None = None  # of ids, to which `_rules.expected` belongs
         self._previous: list[Epoch] = []
@@ -227,17 +257,17 @@ class Witness:
         # The part before is counted by one rank: the one that saw it, or the first.
         first = 0 if self._rules.groups is None else self._rules.groups[0][0]
         is_counter = is_own or (is_of_all and self._rank == first)
-        own = merged if is_counter else self._start(merged.epoch)
-        own.ranks = [self._rank]
-        own.world = self._world
-        own.batches = [max(merged.batches)]
-        own.own_rows = 0
-        own.largest_batch = largest_batch
-        own.is_known = merged.is_known and (is_own or is_of_all)
-        own.sequence = f"resumed from {merged.sequence}" if is_own or merged.rows else ""
+        record = merged if is_counter else self._start(merged.epoch)
+        record.ranks = [self._rank]
+        record.world = self._world
+        record.batches = [max(merged.batches)]
+        record.own_rows = 0
+        record.largest_batch = largest_batch
+        record.is_known = merged.is_known and (is_own or is_of_all)
+        record.sequence = f"resumed from {merged.sequence}" if is_own or merged.rows else ""
         expected = expect(self._expected, None).record
         is_over = is_of_all and expected is not None and merged.rows >= expected.rows
-        self._epoch = self._start(merged.epoch + 1) if is_over else own
+        self._epoch = self._start(merged.epoch + 1) if is_over else record
         self._is_resumed = True
 
     def _merge(self, records: Sequence[Epoch]) -> Epoch:
@@ -269,10 +299,11 @@ class Witness:
         import torch
         import torch.distributed as dist
 
-        own = msgspec.json.encode(encode_record(msgspec.structs.replace(record, table=None)))
+        without_table = msgspec.structs.replace(record, table=None)
+        message = msgspec.json.encode(encode_record(without_table))
         encoded: list[Any] = [None] * self._world
         try:
-            dist.all_gather_object(encoded, own, group=self._group)
+            dist.all_gather_object(encoded, message, group=self._group)
             records = [decode_record(item, "another rank's record") for item in encoded]
             kinds = {item.kind for item in records if item.kind is not None}
             if len(kinds) == 1:
@@ -361,48 +392,6 @@ def compare_records(folder: str | os.PathLike[str], other: str | os.PathLike[str
         sizes = f"{run.rows:,} rows, and {reference.rows:,}"
         lines.append(f"epoch {epoch}: {rows}, in another order {where} ({sizes})")
     return lines
-
-
-def _process_group(timeout_s: float) -> tuple[Any, int, int]:
-    """Return a gloo group of all ranks, or None without torch.distributed; rank; and their number.
-
-    The group is the witness's own, so that no collective of the training can be mistaken for one
-    of its.
-    """
-    if "torch" in sys.modules:
-        import torch.distributed as dist
-
-        if dist.is_available() and dist.is_initialized():
-            group = None
-            if dist.get_world_size() > 1:
-                group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-            return group, dist.get_rank(), dist.get_world_size()
-    rank = os.environ.get("RANK", "0")
-    world = os.environ.get("WORLD_SIZE", "1")
-    if not (rank.isdecimal() and world.isdecimal() and int(rank) < int(world)):
-        raise ConfigError(
-            f"RANK={rank} and WORLD_SIZE={world} in the environment must be integers, the rank "
-            "from 0 and below the size"
-        )
-    return None, int(rank), int(world)
-
-
-def _rank_groups(groups: Any, world: int) -> list[list[int]] | None:
-    """Return lists of ranks that should see the same rows, from a device mesh or such lists."""
-    if groups is None:
-        return None
-    if hasattr(groups, "mesh_dim_names"):
-        from fuelrail.loaders.distributed import DATA_AXES
-
-        names = groups.mesh_dim_names or ("dp",)
-        data_axes = [axis for axis, name in enumerate(names) if name in DATA_AXES]
-        model_axes = [axis for axis, name in enumerate(names) if name not in DATA_AXES]
-        size = math.prod(groups.mesh.shape[axis] for axis in model_axes)
-        groups = groups.mesh.permute(*data_axes, *model_axes).reshape(-1, size).tolist()
-    ranks = [[int(rank) for rank in group] for group in groups]
-    if sorted(itertools.chain(*ranks)) != list(range(world)):
-        raise ConfigError(f"groups={ranks} must hold each of the {world} ranks once")
-    return ranks
 
 
 def _is_order(part: object) -> bool:

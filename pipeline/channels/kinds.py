@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -48,6 +48,10 @@ from fuelrail.pipeline.sample.arrays import (
 )
 from fuelrail.pipeline.sample.image_header import probe, unpack_png
 from fuelrail.pipeline.settings import explain
+
+if TYPE_CHECKING:
+    from fuelrail.pipeline.dtypes import I64
+
 
 Value = Any
 """What a kind decodes to: the table above."""
@@ -85,7 +89,7 @@ class Packed(NamedTuple):
     """
 
     values: NDArray[np.generic]
-    offsets: NDArray[np.int64]
+    offsets: I64
 
 
 class Kind(ABC):
@@ -138,13 +142,15 @@ class Kind(ABC):
 
 
 def _checked(array: NDArray[np.generic], channel: Channel) -> NDArray[np.generic]:
-    if (text := check_shape(array, channel)) is not None:
+    text = check_shape(array, channel)
+    if text is not None:
         raise SchemaError(f"channel '{channel.name}' is {text}")
     return array
 
 
 def _check_values(array: NDArray[np.generic], channel: Channel) -> None:
-    if (text := not_finite(array, channel)) is not None:
+    text = not_finite(array, channel)
+    if text is not None:
         raise SchemaError(text)
 
 
@@ -162,7 +168,9 @@ def _as_array(value: Value, channel: Channel) -> NDArray[Any]:
 
 
 def _stack(
-    values: Sequence[Value | None], channel: Channel, shape: tuple[int, ...]
+    values: Sequence[Value | None],
+    channel: Channel,
+    shape: tuple[int, ...],
 ) -> NDArray[np.generic]:
     present = [value for value in values if value is not None]
     make = np.empty if len(present) == len(values) else np.zeros
@@ -208,7 +216,10 @@ class _ArrayKind(Kind):
         return array
 
     def collate(
-        self, values: Sequence[Value | None], channel: Channel, shape: tuple[int, ...]
+        self,
+        values: Sequence[Value | None],
+        channel: Channel,
+        shape: tuple[int, ...],
     ) -> Any:
         return _stack(values, channel, shape)
 
@@ -229,7 +240,10 @@ class _PointsKind(_ArrayKind):
             yield "columns must name the columns of a point"
 
     def collate(
-        self, values: Sequence[Value | None], _channel: Channel, _shape: tuple[int, ...]
+        self,
+        values: Sequence[Value | None],
+        _channel: Channel,
+        _shape: tuple[int, ...],
     ) -> list[Any]:
         return list(values)
 
@@ -272,7 +286,10 @@ class _TokensKind(_ArrayKind):
         return tokens
 
     def collate(
-        self, values: Sequence[Value | None], channel: Channel, shape: tuple[int, ...]
+        self,
+        values: Sequence[Value | None],
+        channel: Channel,
+        shape: tuple[int, ...],
     ) -> Any:
         if channel.shape[0] is not None:
             return _stack(values, channel, shape)
@@ -337,7 +354,10 @@ class _RaggedKind(Kind):
         return {name: arrays[name] for name in specs}
 
     def collate(
-        self, values: Sequence[Value | None], channel: Channel, _shape: tuple[int, ...]
+        self,
+        values: Sequence[Value | None],
+        channel: Channel,
+        _shape: tuple[int, ...],
     ) -> dict[str, list[Any]]:
         return {
             spec.name: [None if value is None else value[spec.name] for value in values]
@@ -390,12 +410,14 @@ class _TextsKind(Kind):
             raise SchemaError(
                 f"channel '{channel.name}' cannot be stored as UTF-8: {error}"
             ) from error
-        if (text := UNTYPED.broken(len(data))) is not None:
+        text = UNTYPED.broken(len(data))
+        if text is not None:
             raise SchemaError(f"channel '{channel.name}' {text}")
         return data
 
     def decode(self, data: Buffer, channel: Channel) -> list[str]:
-        if (text := UNTYPED.broken(len(data))) is not None:
+        text = UNTYPED.broken(len(data))
+        if text is not None:
             raise SchemaError(f"channel '{channel.name}' {text}")
         try:
             return msgspec.json.decode(data, type=list[str])
@@ -489,7 +511,10 @@ class _ImageKind(Kind):
                 )
 
     def collate(
-        self, values: Sequence[Value | None], channel: Channel, shape: tuple[int, ...]
+        self,
+        values: Sequence[Value | None],
+        channel: Channel,
+        shape: tuple[int, ...],
     ) -> Any:
         return _stack(values, channel, shape)
 

@@ -50,6 +50,7 @@ from fuelrail.pipeline.transforms.lens import rectified_places
 if TYPE_CHECKING:
     from fuelrail.pipeline.channels.kinds import Value
     from fuelrail.pipeline.channels.table import Channel
+    from fuelrail.pipeline.dtypes import F64
     from fuelrail.pipeline.transforms.image_map import ImageMap
 
     Array = NDArray[Any]
@@ -85,7 +86,7 @@ class Motion:
 
     images: Mapping[str, ImageMap] = field(default_factory=dict)
     ego: BevMap = IDENTITY
-    sensor2ego: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
+    sensor2ego: Mapping[str, F64] = field(default_factory=dict)
 
 
 class LawCode:
@@ -125,7 +126,8 @@ def _broken_roles(channel: Channel) -> Iterator[str]:
     for groups in channel.law.roles.values():
         for group in groups:
             named += group
-    if twice := sorted({name for name in named if named.count(name) > 1}):
+    twice = sorted({name for name in named if named.count(name) > 1})
+    if twice:
         yield f"roles name {twice} twice, and each is moved once: name them in one group"
     for role, groups in channel.law.roles.items():
         if role not in sizes_by_role:
@@ -145,7 +147,8 @@ def _broken_roles(channel: Channel) -> Iterator[str]:
                 dtype = spec.dtype
                 size = spec.shape[-1] if spec.shape else 1
             else:
-                if absent := [name for name in group if name not in channel.columns]:
+                absent = [name for name in group if name not in channel.columns]
+                if absent:
                     yield (
                         f"role '{role}' names the columns {absent}; there are "
                         f"{list(channel.columns)}"
@@ -227,9 +230,7 @@ def _move_roles(
     return moved
 
 
-def _affine(
-    linear: NDArray[np.float64], shift: NDArray[np.float64] | None = None
-) -> Callable[[Array], Array]:
+def _affine(linear: F64, shift: F64 | None = None) -> Callable[[Array], Array]:
     """Return the function that moves points (..., 2 or 3); of two columns the third is 0 and
     left out.
     """
@@ -237,7 +238,9 @@ def _affine(
     def move(points: Array) -> Array:
         size = points.shape[-1]
         moved: Array = points @ linear[:size, :size].T
-        return moved if shift is None else moved + shift[:size]
+        if shift is None:
+            return moved
+        return moved + shift[:size]
 
     return move
 

@@ -24,6 +24,7 @@ from fuelrail.pipeline.limits import LOGITS
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.channels.table import Channel
+    from fuelrail.pipeline.dtypes import F32, F64, I32, I64, U8
     from fuelrail.pipeline.sample.arrays import Buffer
 
 TOPK: Final = "logits_topk"
@@ -77,11 +78,16 @@ class Logits(NamedTuple):
 def logits_store(text: str) -> tuple[str, int] | None:
     """Return kind and number of tokens of ``topk:64`` or ``sampled:50``; None for another text."""
     match = _STORE.fullmatch(text)
-    return None if match is None else (f"logits_{match[1]}", int(match[2]))
+    if match is None:
+        return None
+    return f"logits_{match[1]}", int(match[2])
 
 
 def logits_entry(
-    name: str, store: tuple[str, int], length: int | None, size: int
+    name: str,
+    store: tuple[str, int],
+    length: int | None,
+    size: int,
 ) -> dict[str, Any]:
     """Return the entry of the table for logits [length, size], stored as `logits_store` says;
     None: lengths differ.
@@ -118,7 +124,8 @@ def broken(channel: Channel) -> Iterator[str]:
         )
     else:
         num_bytes = decoded_bytes(channel.shape[0] or 0, channel.shape[1])
-        if (text := LOGITS.broken(num_bytes)) is not None:
+        text = LOGITS.broken(num_bytes)
+        if text is not None:
             yield f"shape {list(channel.shape)} {text}"
     allowed = ("uint8", "float16") if channel.kind == TOPK else ("",)
     if channel.dtype not in allowed:
@@ -204,11 +211,10 @@ def encode(value: Any, channel: Channel) -> bytes:
         raise SchemaError(
             f"channel '{code.name}' has {number} positions; the table has {code.length}"
         )
-    mask = (
-        np.ones(number, bool)
-        if value.known is None
-        else _part(value.known, code=code, name="known", kinds="b", shape=(number,))
-    )
+    if value.known is None:
+        mask = np.ones(number, bool)
+    else:
+        mask = _part(value.known, code=code, name="known", kinds="b", shape=(number,))
     indices = indices[mask].astype(np.int64)
     order = np.argsort(indices, axis=1, kind="stable")
     indices = np.take_along_axis(indices, order, axis=1)
@@ -308,11 +314,18 @@ def collate(values: Sequence[Logits | None], channel: Channel, _: tuple[int, ...
 
 def _check_size(positions: int, code: _Code) -> None:
     """Raise SchemaError for positions, stored or not, whose arrays are too large."""
-    if (text := LOGITS.broken(decoded_bytes(positions, code.k))) is not None:
+    text = LOGITS.broken(decoded_bytes(positions, code.k))
+    if text is not None:
         raise SchemaError(f"channel '{code.name}' has {positions} positions and {text}")
 
 
-def _part(part: Any, code: _Code, name: str, kinds: str, shape: tuple[int, ...]) -> NDArray[Any]:
+def _part(
+    part: Any,
+    code: _Code,
+    name: str,
+    kinds: str,
+    shape: tuple[int, ...],
+) -> NDArray[Any]:
     array = np.asarray(part)
     if array.dtype.kind not in kinds or array.shape != shape:
         type_words = {"iu": "integers", "f": "floats", "b": "bool"}[kinds]
@@ -339,7 +352,7 @@ def _check_indices(indices: NDArray[Any], code: _Code) -> None:
         )
 
 
-def _encode_elias_fano(indices: NDArray[np.int64], code: _Code) -> NDArray[np.uint8]:
+def _encode_elias_fano(indices: I64, code: _Code) -> U8:
     """Return the bytes (rows, n) of ascending tokens (rows, k), the low bits before the high."""
     bits = (indices[..., None] >> np.arange(code.low)) & 1
     unary = np.zeros((len(indices), code.num_unary), np.uint8)
@@ -351,7 +364,7 @@ def _encode_elias_fano(indices: NDArray[np.int64], code: _Code) -> NDArray[np.ui
     )
 
 
-def _decode_elias_fano(rows: NDArray[np.uint8], code: _Code) -> NDArray[np.int32]:
+def _decode_elias_fano(rows: U8, code: _Code) -> I32:
     """Return ascending tokens (rows, k): the low ``code.low`` bits of each are packed first, the
     high bits are a unary bitmap behind them.
 
@@ -380,13 +393,11 @@ def _decode_elias_fano(rows: NDArray[np.uint8], code: _Code) -> NDArray[np.int32
     low: NDArray[np.uint32] = (words >> (first & 7).astype(np.uint32)) & np.uint32(
         (1 << code.low) - 1
     )
-    tokens: NDArray[np.int32] = (high << code.low) | low.view(np.int32)
+    tokens: I32 = (high << code.low) | low.view(np.int32)
     return tokens
 
 
-def _encode_weights(
-    weights: NDArray[np.float64], tail: NDArray[Any] | None, code: _Code
-) -> list[NDArray[np.uint8]]:
+def _encode_weights(weights: F64, tail: NDArray[Any] | None, code: _Code) -> list[U8]:
     """Return the columns of bytes of probabilities and tail: logarithms as float16, or as steps
     below the largest.
     """
@@ -416,9 +427,7 @@ def _encode_weights(
     return [codes, step.view(np.uint8), odds]
 
 
-def _decode_weights(
-    rows: NDArray[np.uint8], code: _Code
-) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+def _decode_weights(rows: U8, code: _Code) -> tuple[F32, F32]:
     _, begin, end = code.ends
     values = rows[:, begin:end]
     after = np.ascontiguousarray(rows[:, end:]).view("<f2").astype(np.float32)
@@ -440,6 +449,6 @@ def _decode_weights(
         )
     if code.dtype == "uint8":
         logs = values * -steps
-    weights: NDArray[np.float32] = np.exp(logs)
+    weights: F32 = np.exp(logs)
     weights *= (np.exp(-np.logaddexp(0, odds)) / weights.sum(axis=1))[:, None]
     return weights, np.exp(-np.logaddexp(0, -odds))

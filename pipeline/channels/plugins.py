@@ -19,7 +19,13 @@ class Registry(dict[str, T]):
     each value of a sample is looked up.
     """
 
-    def __init__(self, noun: str, group: str, built_in: Mapping[str, T], kind: type[T]) -> None:
+    def __init__(
+        self,
+        noun: str,
+        group: str,
+        built_in: Mapping[str, T],
+        kind: type[T],
+    ) -> None:
         super().__init__(built_in)
         self._noun = noun
         self._group = group

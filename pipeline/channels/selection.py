@@ -98,7 +98,9 @@ def select(channels: Sequence[Channel], names: Sequence[str], where: str) -> tup
 
 
 def decode_values(
-    members: Mapping[str, Buffer], channels: Sequence[Channel], key: str
+    members: Mapping[str, Buffer],
+    channels: Sequence[Channel],
+    key: str,
 ) -> dict[str, Any]:
     """Return the value of each channel by name, None where the sample lacks an optional one.
 
@@ -170,7 +172,8 @@ def _add_logits(num_bytes: Counter[str], value: Logits, channel: Channel) -> Non
     limit.
     """
     num_bytes["logits"] += sum(part.nbytes for part in value.parts.values())
-    if (text := LOGITS_OF_SAMPLE.broken(num_bytes["logits"])) is not None:
+    text = LOGITS_OF_SAMPLE.broken(num_bytes["logits"])
+    if text is not None:
         raise SchemaError(f"with channel '{channel.name}' what the sample has of logits {text}")
 
 
@@ -181,7 +184,8 @@ def _add_mask(num_bytes: Counter[str], data: Buffer, channel: Channel) -> None:
     width, height = image_size(data, channel)
     components = 3 if len(channel.shape) == 3 else 1
     num_bytes["masks"] += width * height * components * channel.numpy_dtype.itemsize
-    if (text := MASKS_OF_SAMPLE.broken(num_bytes["masks"])) is not None:
+    text = MASKS_OF_SAMPLE.broken(num_bytes["masks"])
+    if text is not None:
         raise SchemaError(f"with channel '{channel.name}' what the sample has of masks {text}")
 
 

@@ -117,7 +117,9 @@ def lidar_channel(lidar: LidarEntry) -> Channel:
 
 
 def choose_cameras(
-    rig: Sequence[str], names: Collection[str] | None, where: str
+    rig: Sequence[str],
+    names: Collection[str] | None,
+    where: str,
 ) -> tuple[str, ...]:
     """Return the cameras of a rig that are asked for by ``cameras=names``, in the order of the rig;
     None: all of them.

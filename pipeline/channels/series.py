@@ -21,6 +21,8 @@ from fuelrail.pipeline.channels.table import ArraySpec, Channel, Law
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
+    from fuelrail.pipeline.dtypes import I64
+
 TIMES: Final = "timestamp_ns"
 VALUES: Final = "values"
 
@@ -75,9 +77,9 @@ def one_of_series(channel: Channel) -> Channel | None:
 
 
 def parts_of_series(
-    times_ns: NDArray[np.int64],
+    times_ns: I64,
     values: ArrayLike,
-    sample_times_ns: NDArray[np.int64],
+    sample_times_ns: I64,
 ) -> Iterator[dict[str, NDArray[Any]]]:
     """Yield what each sample of a clip has of a series; both times ascend, ``values`` are (M,
     ...).

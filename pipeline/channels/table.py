@@ -274,4 +274,6 @@ def not_finite(array: NDArray[np.generic], channel: Channel) -> str | None:
 
 
 def _listed(names: object) -> str:
-    return shortened(", ".join(names)) if isinstance(names, (list, tuple)) else ""
+    if isinstance(names, (list, tuple)):
+        return shortened(", ".join(names))
+    return ""

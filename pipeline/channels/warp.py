@@ -19,6 +19,7 @@ from fuelrail.pipeline.errors import SchemaError
 from fuelrail.pipeline.transforms.lens import source_places
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.dtypes import F64, Mask
     from fuelrail.pipeline.transforms.ego import BevMap
     from fuelrail.pipeline.transforms.image_map import ImageMap
 
@@ -34,9 +35,9 @@ class _Axis(NamedTuple):
     nearest: NDArray[np.intp]
     lower: NDArray[np.intp]
     upper: NDArray[np.intp]
-    weight: NDArray[np.float64]
+    weight: F64
     """Weight of the upper element, 0 to 1."""
-    inside: NDArray[np.bool_]
+    inside: Mask
 
 
 def warp_image(
@@ -107,36 +108,33 @@ def warp_grid(
     inverse = ego.inverse
     half = len(space)
     centres = []
-    for axis, (low, high) in enumerate(zip(extent_m[:half], extent_m[half:], strict=True)):
-        size = moved.shape[axis]
-        centres.append(low + (np.arange(size) + 0.5) * ((high - low) / size))
+    borders = list(zip(moved.shape, extent_m[:half], extent_m[half:], strict=False))
+    for size, low, high in borders:
+        cell = (high - low) / size
+        centres.append(low + (np.arange(size) + 0.5) * cell)
     x = centres[0][:, None]
     y = centres[1]
-    source_places = [inverse[row, 0] * x + inverse[row, 1] * y + inverse[row, 3] for row in (0, 1)]
+    source_places = [row[0] * x + row[1] * y + row[3] for row in inverse[:2]]
     if half == 3:
         source_places.append(inverse[2, 2] * centres[2] + inverse[2, 3])
     looks = []
-    for axis, (low, high, where) in enumerate(
-        zip(extent_m[:half], extent_m[half:], source_places, strict=True)
-    ):
-        size = moved.shape[axis]
+    for (size, low, high), where in zip(borders, source_places, strict=True):
         in_cells = (where - low) * (size / (high - low))
-        looks.append(_axis(in_cells, size, _within(in_cells, 0.0, size)))
+        inside = _within(in_cells, 0.0, size)
+        looks.append(_axis(in_cells, size, inside))
     flat = _look_up(moved, looks[:2], linear=linear, fill=fill)
     if half == 3:
-        flat = np.moveaxis(
-            _look_up(np.moveaxis(flat, 2, 0), looks[2:], linear=linear, fill=fill),
-            0,
-            2,
-        )
+        columns = np.moveaxis(flat, 2, 0)
+        columns = _look_up(columns, looks[2:], linear=linear, fill=fill)
+        flat = np.moveaxis(columns, 0, 2)
     return np.ascontiguousarray(np.moveaxis(flat, range(len(places)), places))
 
 
-def _within(places: NDArray[np.floating[Any]], low: float, high: float) -> NDArray[np.bool_]:
+def _within(places: NDArray[np.floating[Any]], low: float, high: float) -> Mask:
     return np.asarray((places >= low - _FUZZ) & (places <= high + _FUZZ) & (low < high))
 
 
-def _axis(places: NDArray[np.float64], size: int, inside: NDArray[np.bool_]) -> _Axis:
+def _axis(places: F64, size: int, inside: Mask) -> _Axis:
     """Return the elements for places that are counted in elements from the outer border of the
     first one.
     """
@@ -153,7 +151,13 @@ def _axis(places: NDArray[np.float64], size: int, inside: NDArray[np.bool_]) -> 
     )
 
 
-def _look_up(raster: NDArray[Any], axes: list[_Axis], *, linear: bool, fill: float) -> NDArray[Any]:
+def _look_up(
+    raster: NDArray[Any],
+    axes: list[_Axis],
+    *,
+    linear: bool,
+    fill: float,
+) -> NDArray[Any]:
     """Look up elements of the raster's first axes: one axis, or two whose places are a line each
     or a plane of both.
     """
@@ -179,10 +183,12 @@ def _look_up(raster: NDArray[Any], axes: list[_Axis], *, linear: bool, fill: flo
         more = (1,) * (raster.ndim - 2)
         across = columns.weight.reshape(*columns.weight.shape, *more)
         down = rows.weight.reshape(*rows.weight.shape, *more)
-        above, below = (
-            raster[row, columns.lower] * (1.0 - across) + raster[row, columns.upper] * across
-            for row in (rows.lower, rows.upper)
-        )
+        lines = []
+        for row in (rows.lower, rows.upper):
+            lower = raster[row, columns.lower] * (1.0 - across)
+            upper = raster[row, columns.upper] * across
+            lines.append(lower + upper)
+        above, below = lines
         out = above * (1.0 - down) + below * down
         inside = axes[0].inside & axes[1].inside
     if linear and raster.dtype.kind in "iub":

@@ -22,6 +22,7 @@ from fuelrail.pipeline.format.index.attributes_file import ATTRIBUTES_FILE
 from fuelrail.pipeline.format.index.samples import INDEX_FILE
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.dtypes import I32, I64
     from fuelrail.pipeline.format.dataset import Dataset
 
 _DTYPES: Final = {
@@ -106,7 +107,7 @@ def has_whole_index(dataset: Dataset) -> bool:
     return dataset.url is None or entry is None or comes_whole(entry)
 
 
-def clip_numbers(dataset: Dataset) -> NDArray[np.int32]:
+def clip_numbers(dataset: Dataset) -> I32:
     """Return the clips of all samples as numbers, equal where the ids are; where parts of the index
     would have to be fetched, by the column of attributes, which is a copy of its clip ids.
 
@@ -124,7 +125,7 @@ def clip_numbers(dataset: Dataset) -> NDArray[np.int32]:
     file.schema(len(index))  # has as many rows as the index
     clip_ids = pa.Table.from_batches(file.batches(["clip_id"]))["clip_id"]
     encoded = pc.fill_null(clip_ids, "").dictionary_encode().combine_chunks()
-    numbers: NDArray[np.int32] = encoded.indices.to_numpy()
+    numbers: I32 = encoded.indices.to_numpy()
     return numbers
 
 
@@ -190,13 +191,13 @@ class ClipTable:
     Clips come in the order of their first stored sample.
     """
 
-    keys: NDArray[np.int64]
+    keys: I64
     """(n,), ascending: clip number * 2**32 + frame, by rank."""
     samples: NDArray[np.integer]
     """(n,): sample number (0 is the split's first) by rank."""
     ranks: NDArray[np.integer]
     """(n,): rank by sample number."""
-    times_ns: NDArray[np.int64] | None = None
+    times_ns: I64 | None = None
     """(n,): the samples' times [ns] by rank; read where windows in seconds need them."""
 
     @classmethod
@@ -239,7 +240,9 @@ class ClipTable:
             dataset.index.clip_numbers(first, end),
             dataset.index.column("frame", first, end),
         )
-        return table.at_times(dataset.index.column("timestamp_ns", first, end)) if times else table
+        if times:
+            return table.at_times(dataset.index.column("timestamp_ns", first, end))
+        return table
 
     def at_times(self, times_ns: ArrayLike) -> Self:
         """Return the table with the samples' times [ns], given by sample number: (n,)."""
@@ -248,7 +251,7 @@ class ClipTable:
     def __len__(self) -> int:
         return len(self.keys)
 
-    def without(self, samples: NDArray[np.int64]) -> Self:
+    def without(self, samples: I64) -> Self:
         """Return the table of the other samples, which keep their numbers; the rank of these is
         -1.
         """
@@ -265,11 +268,11 @@ class ClipTable:
             times_ns=times_ns,
         )
 
-    def clip_numbers(self) -> NDArray[np.int64]:
+    def clip_numbers(self) -> I64:
         """Return the number of each position's clip: int64 (n,), ascending."""
         return self.keys >> _FRAME_BITS
 
-    def bounds(self, ranks: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def bounds(self, ranks: I64) -> tuple[I64, I64]:
         """Return the first rank of the clip of each of ``ranks``, and the one behind its last."""
         clip = self.keys[ranks] >> _FRAME_BITS
         first, end = (

@@ -144,12 +144,12 @@ class Dataset:
         if channels is not None:
             channels = (channels,) if isinstance(channels, str) else tuple(channels)
         parts = dict.fromkeys(name.partition(".")[0] for name in self.index.names)
-        if unknown := [channel for channel in channels or () if channel not in parts]:
-            noun = (
-                "sample with channel"
-                if unknown[0] in {extra_channel.name for extra_channel in self.manifest.channels}
-                else "channel"
-            )
+        unknown = [channel for channel in channels or () if channel not in parts]
+        if unknown:
+            if unknown[0] in {extra_channel.name for extra_channel in self.manifest.channels}:
+                noun = "sample with channel"
+            else:
+                noun = "channel"
             raise ConfigError(
                 f"dataset '{self.location}' has no {noun} {shortened(unknown[0])!r}; it "
                 f"has: {', '.join(parts)}"
@@ -234,11 +234,10 @@ class Dataset:
         """Return the row of a sample; and its span, where a key was given and the span came with
         the row.
         """
-        entry = (
-            next(iter(self.keys.find(number_or_key)), None)
-            if self.url is not None and isinstance(number_or_key, str)
-            else None
-        )
+        if self.url is not None and isinstance(number_or_key, str):
+            entry = next(iter(self.keys.find(number_or_key)), None)
+        else:
+            entry = None
         if entry is None or self.index.has_row(entry.row):
             return self.index.row(self.position(number_or_key)), None
         place = IndexRow(
@@ -345,7 +344,9 @@ class Dataset:
     @property
     def location(self) -> str:
         """The place of the dataset, for messages: folder, or URL without credentials."""
-        return str(self.root) if self.url is None else shown_url(self.url)
+        if self.url is None:
+            return str(self.root)
+        return shown_url(self.url)
 
     def split(self, name: str) -> SplitEntry:
         """Return the entry of a split; raise ConfigError naming the splits there are."""
@@ -420,9 +421,8 @@ def open_kind(
         folder = Path(str(root).removeprefix("file://"))
         origin = None
         manifest = load_manifest(folder, kinds)
-    folder = (
-        folder.absolute()
-    )  # files are opened later, and the process may change its working directory
+    # Files are opened later, and the process may change its working directory.
+    folder = folder.absolute()
     try:
         tables = open_tables(folder, manifest, origin)
     except IndexFileError as error:
@@ -558,7 +558,23 @@ def read_members(
     view = memoryview(open_span(row, span, shard) if is_framed(shard) else span)
     (names, kinds, fields), offsets, stored_bytes, all_raw_bytes = row.columns()
     if not are_members(view, key=row.key, fields=fields, offsets=offsets, sizes=stored_bytes):
-        raise _misplaced(row, view, shard)
+        # The error is for the first member whose header is not where the index has it.
+        for name, stored, offset, size in zip(names, fields, offsets, stored_bytes, strict=True):
+            end = offset + size
+            if not BLOCK_BYTES <= offset <= end <= len(view):
+                raise _outside(row, name=name, offset=offset, end=end, view=view, shard=shard)
+            if not are_members(
+                view,
+                key=row.key,
+                fields=(stored,),
+                offsets=(offset,),
+                sizes=(size,),
+            ):
+                break
+        raise IndexFileError(
+            f"index entry of {row.key}.{name}: no member '{row.key}.{stored}' of {size} bytes lies "
+            f"at {_address(row, offset, shard)}"
+        )
     if len(set(names)) != len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise SchemaError(
@@ -568,7 +584,12 @@ def read_members(
         )
     members: dict[str, memoryview] = {}
     for name, codec, offset, size, raw_bytes in zip(
-        names, kinds, offsets, stored_bytes, all_raw_bytes, strict=True
+        names,
+        kinds,
+        offsets,
+        stored_bytes,
+        all_raw_bytes,
+        strict=True,
     ):
         if fields_wanted is not None and name not in fields_wanted:
             continue
@@ -586,33 +607,6 @@ def read_members(
             message = f"{error.message} ({_address(row, offset, shard)})"
             raise type(error)(message, key=row.key, member=name) from error
     return members
-
-
-def _misplaced(row: IndexRow, view: memoryview, shard: str) -> IndexFileError:
-    """Return the error for the first member whose header is not where the index has it."""
-    (names, _, fields), offsets, sizes, _ = row.columns()
-    for name, stored, offset, size in zip(names, fields, offsets, sizes, strict=True):
-        if not BLOCK_BYTES <= offset <= offset + size <= len(view):
-            return _outside(
-                row,
-                name=name,
-                offset=offset,
-                end=offset + size,
-                view=view,
-                shard=shard,
-            )
-        if not are_members(
-            view,
-            key=row.key,
-            fields=(stored,),
-            offsets=(offset,),
-            sizes=(size,),
-        ):
-            break
-    return IndexFileError(
-        f"index entry of {row.key}.{name}: no member '{row.key}.{stored}' of {size} bytes lies at "
-        f"{_address(row, offset, shard)}"
-    )
 
 
 def _outside(

@@ -120,7 +120,12 @@ def fetch_dataset(
     return folder, manifest, source
 
 
-def _store(source: RemoteFolder, manifest: Manifest, data: bytes, folder: Path) -> None:
+def _store(
+    source: RemoteFolder,
+    manifest: Manifest,
+    data: bytes,
+    folder: Path,
+) -> None:
     """Bring what is not here yet; ``data`` is the manifest's file."""
     make_folder(folder.parent.parent, restrict=False)
     make_folder(folder.parent)
@@ -164,7 +169,9 @@ class RemoteFolder:
                 # fsspec's own wait for the next bytes is 300 s.
                 silence_s = retry.attempt_timeout_s
                 timeout = aiohttp.ClientTimeout(
-                    total=300, sock_connect=silence_s, sock_read=silence_s
+                    total=300,
+                    sock_connect=silence_s,
+                    sock_read=silence_s,
                 )
                 options = {
                     **(storage_options or {}),

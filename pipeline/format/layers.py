@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import (
@@ -54,6 +54,7 @@ from fuelrail.pipeline.settings import Settings, must_be
 from fuelrail.pipeline.storage.files import map_npy
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.dtypes import I64
     from fuelrail.pipeline.format.index.row import IndexRow
     from fuelrail.pipeline.storage.retry import RetryPolicy
 
@@ -201,7 +202,7 @@ class Layer:
 
     name: str
     data: Dataset
-    rows: NDArray[np.int64] | None
+    rows: I64 | None
     missing: Missing = "error"
 
     @property
@@ -233,7 +234,7 @@ class Layer:
             )
         return number, row
 
-    def rows_at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    def rows_at(self, positions: I64) -> I64:
         """Return the rows for positions of the base, int64, `NO_ROW` where there is none; `NO_ROW`
         stays `NO_ROW`.
 
@@ -243,9 +244,7 @@ class Layer:
             return positions
         if not len(self.rows):
             return np.full_like(positions, NO_ROW)
-        rows: NDArray[np.int64] = np.where(
-            positions < 0, NO_ROW, self.rows[np.maximum(positions, 0)]
-        )
+        rows: I64 = np.where(positions < 0, NO_ROW, self.rows[np.maximum(positions, 0)])
         if rows.size:
             self._checked(int(rows.min()))
             self._checked(int(rows.max()))
@@ -332,7 +331,7 @@ def open_layer_data(
     return data
 
 
-def read_rows(data: Dataset) -> NDArray[np.int64] | None:
+def read_rows(data: Dataset) -> I64 | None:
     """Map ``rows.npy``; None where the layer has none, because row i belongs to position i.
 
     Raises IndexFileError for a file that is not as the manifest says.
@@ -447,10 +446,10 @@ def read_attributes(
     ``names`` are those that are read, also key, clip_id, frame and timestamp_ns of the index; None:
     all but these. A name that a sample has no value of is absent, or None.
     """
-    found: dict[int, dict[str, Any]] = {}
+    attributes: dict[int, dict[str, Any]] = {}
     for row in rows:
         entry = dataset.index.row(row)
-        found[row] = {
+        attributes[row] = {
             name: getattr(entry, name)
             for name in names or ()
             if name in INDEXED and name != "split"
@@ -471,29 +470,25 @@ def read_attributes(
             columns = [name for name in columns if prefix + name in names]
         if not columns:
             continue
-        for stretch in _stretches(row_of_number):
+        # Numbers near each other are read at once.
+        stretches: list[range] = []
+        for number in sorted(row_of_number):
+            if stretches and number < stretches[-1].stop + _NEAR_ROWS:
+                stretches[-1] = range(stretches[-1].start, number + 1)
+            else:
+                stretches.append(range(number, number + 1))
+        for stretch in stretches:
             number = stretch.start
             for batch in file.batches(columns, stretch):
                 for record in batch.to_pylist():
                     if number in row_of_number:
                         named = {prefix + name: value for name, value in record.items()}
-                        found[row_of_number[number]] |= named
+                        attributes[row_of_number[number]] |= named
                     number += 1
-    return found
+    return attributes
 
 
-def _stretches(numbers: Iterable[int]) -> list[range]:
-    """Return ranges that hold numbers, those near each other in one."""
-    stretches: list[range] = []
-    for number in sorted(numbers):
-        if stretches and number < stretches[-1].stop + _NEAR_ROWS:
-            stretches[-1] = range(stretches[-1].start, number + 1)
-        else:
-            stretches.append(range(number, number + 1))
-    return stretches
-
-
-def present_samples(layer: Layer, dataset: Dataset, split: str) -> NDArray[np.int64]:
+def present_samples(layer: Layer, dataset: Dataset, split: str) -> I64:
     """Return the samples of a split, numbered from its first, that a layer has a row for:
     ascending int64.
     """

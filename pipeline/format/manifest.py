@@ -374,7 +374,21 @@ def decode_manifest(data: bytes, where: str, kinds: Kinds = DATASETS) -> Manifes
             f"'{where}' was edited or damaged: its fingerprint or digest is not that of its "
             f"content; {BRING_BACK}"
         )
-    _check_free(manifest, where)
+    for noun, sensors, limit in (
+        ("cameras", manifest.cameras, _MAX_CAMERAS),
+        ("lidars", manifest.lidars, _MAX_LIDARS),
+    ):
+        if len(sensors) > limit:
+            raise ManifestError(f"'{where}': {len(sensors)} {noun}, at most {limit} are allowed")
+    # Objects with free keys, of which readers use some.
+    for name in ("recipe", "facts"):
+        if not isinstance(manifest.provenance.get(name, {}), dict):
+            raise ManifestError(f"'{where}': provenance.{name} is not an object; {BRING_BACK}")
+    codecs = manifest.compression.get("codecs", {})
+    if not isinstance(codecs, dict) or not all(isinstance(codec, str) for codec in codecs.values()):
+        raise ManifestError(
+            f"'{where}': compression.codecs does not map field names to codecs; {BRING_BACK}"
+        )
     _check_names(manifest, where)
     manifest.check_channels(where)
     _check_runs(manifest, where)
@@ -405,7 +419,9 @@ def _why_not_ready(root: Path, kinds: Kinds) -> str:
     )
     make = f"make it with `{command.format(root)}`"
     if not root.is_dir():
-        return "is a file, not a dataset's folder" if root.is_file() else f"is not a folder; {make}"
+        if root.is_file():
+            return "is a file, not a dataset's folder"
+        return f"is not a folder; {make}"
     if any(root.glob("v1.0-*/sample.json")):
         return (
             "is a nuScenes root, not a Fuelrail dataset; convert it with `fuelrail shard "
@@ -434,24 +450,6 @@ def _why_not_ready(root: Path, kinds: Kinds) -> str:
             f"`{command.format('OUT')}`"
         )
     return f"has no dataset.json, so no dataset; {make}"
-
-
-def _check_free(manifest: Manifest, where: str) -> None:
-    """Limit the rig, and check the objects with free keys as readers do."""
-    for noun, sensors, limit in (
-        ("cameras", manifest.cameras, _MAX_CAMERAS),
-        ("lidars", manifest.lidars, _MAX_LIDARS),
-    ):
-        if len(sensors) > limit:
-            raise ManifestError(f"'{where}': {len(sensors)} {noun}, at most {limit} are allowed")
-    for name in ("recipe", "facts"):
-        if not isinstance(manifest.provenance.get(name, {}), dict):
-            raise ManifestError(f"'{where}': provenance.{name} is not an object; {BRING_BACK}")
-    codecs = manifest.compression.get("codecs", {})
-    if not isinstance(codecs, dict) or not all(isinstance(codec, str) for codec in codecs.values()):
-        raise ManifestError(
-            f"'{where}': compression.codecs does not map field names to codecs; {BRING_BACK}"
-        )
 
 
 def _check_names(manifest: Manifest, where: str) -> None:

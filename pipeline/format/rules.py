@@ -37,6 +37,7 @@ from fuelrail.pipeline.transforms.lens import MODELS, UNBENT
 if TYPE_CHECKING:
     from fuelrail.pipeline.channels.sensors import LidarEntry
     from fuelrail.pipeline.channels.table import Channel
+    from fuelrail.pipeline.dtypes import F32, F64, Mask
     from fuelrail.pipeline.format.manifest import Manifest
 
 LARGEST: Final = 1e9
@@ -173,9 +174,8 @@ def broken_rules(sample: Sample, names: Sequence[str], rig: Rig) -> Iterator[Bro
     yield from broken_names(tuple(names), rig)
     arrays = list(broken_arrays(sample, rig))
     yield from arrays
-    if not any(
-        broken.member == GEOMETRY for broken in arrays
-    ):  # else cameras may not be those of the rig
+    # Where an array is broken, cameras may not be those of the rig.
+    if not any(broken.member == GEOMETRY for broken in arrays):
         yield from broken_meta(sample.meta, sample.geometry, rig)
 
 
@@ -314,37 +314,22 @@ def broken_meta(meta: Meta, geometry: Geometry, rig: Rig) -> Iterator[Broken]:
                 f"{width} x {height}"
             )
             yield Broken(META, text)
-        if camera.dist_model != UNBENT or counts[number]:
-            yield from _broken_lens(
-                channel,
-                camera.dist_model,
-                geometry.dist[number],
-                counts[number],
-            )
-
-
-def _broken_lens(
-    channel: str, model: str, dist: NDArray[np.float64], count: int
-) -> Iterator[Broken]:
-    """Yield the rules that ``count`` coefficients of a camera break."""
-    if model != UNBENT and model not in MODELS:
-        models = ", ".join((UNBENT, *MODELS))
-        yield Broken(
-            META,
-            f"the dist_model of {channel} is {model!r:.40}; known: {models}",
-        )
-        return
-    limit = 0 if model == UNBENT else MODELS[model][1][-1]
-    if np.isnan(dist[:count]).any():
-        yield Broken(
-            GEOMETRY,
-            f"dist of {channel} has NaN before a coefficient: NaN may only follow the last one",
-        )
-    elif count > limit:
-        yield Broken(
-            GEOMETRY,
-            f"dist of {channel} has {count} coefficients; dist_model {model!r} has {limit} at most",
-        )
+        model = camera.dist_model
+        count = counts[number]
+        limit = 0
+        if model != UNBENT:
+            if model not in MODELS:
+                models = ", ".join((UNBENT, *MODELS))
+                text = f"the dist_model of {channel} is {model!r:.40}; known: {models}"
+                yield Broken(META, text)
+                continue
+            limit = MODELS[model][1][-1]
+        if np.isnan(geometry.dist[number, :count]).any():
+            text = f"dist of {channel} has NaN before a coefficient"
+            yield Broken(GEOMETRY, f"{text}: NaN may only follow the last one")
+        elif count > limit:
+            text = f"dist of {channel} has {count} coefficients; dist_model {model!r} has {limit}"
+            yield Broken(GEOMETRY, f"{text} at most")
 
 
 def broken_rig(geometry: Geometry, images: Collection[str], rig: Rig) -> str | None:
@@ -409,7 +394,7 @@ def broken_calibration(geometry: Geometry) -> Iterator[str]:
             is_unknown = may_be_nan[name] & np.isnan(poses).all((1, 2))
             yield from _first(is_broken & ~is_unknown, name, poses, _POSE_WORDS)
     for name in ("dist", "ego_velocity", "ego_accel", "ego_rates"):
-        values: NDArray[np.float64] = getattr(geometry, name)
+        values: F64 = getattr(geometry, name)
         bad = np.abs(values) > LARGEST  # NaN is not: it means unknown
         if bad.any():
             yield from _first(bad, name, values, f"{_BOUND_WORDS}, or NaN where it is unknown")
@@ -446,9 +431,7 @@ def _is_whole(geometry: Geometry) -> bool:
 
 
 @functools.lru_cache(maxsize=256)
-def _whole_bounds(
-    num_poses: int, num_cameras: int
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _whole_bounds(num_poses: int, num_cameras: int) -> tuple[F64, F64]:
     """Return the lowest and the highest of the values that :func:`_is_whole` compares, float64."""
     pose = np.full((2, 4, 4), LARGEST)
     pose[0] *= -1
@@ -465,12 +448,12 @@ def _whole_bounds(
     return low, high
 
 
-def _poses(geometry: Geometry) -> NDArray[np.float64]:
+def _poses(geometry: Geometry) -> F64:
     """Return all poses, (P, 4, 4), in the order of :data:`_POSES`."""
     return np.concatenate([getattr(geometry, name).reshape(-1, 4, 4) for name in _POSES])
 
 
-def are_rigid(poses: NDArray[np.float64]) -> NDArray[np.bool_]:
+def are_rigid(poses: F64) -> Mask:
     """Return which of (P, 4, 4) matrices are finite rigid transforms within :data:`LARGEST`;
     bool (P,).
     """
@@ -533,7 +516,7 @@ def broken_boxes(boxes: Boxes, rig: Rig) -> Iterator[str]:
             yield from _first(bad, name, getattr(boxes, name), words)
 
 
-def _are_whole(boxes: Boxes, length: NDArray[np.float32], rig: Rig) -> bool:
+def _are_whole(boxes: Boxes, length: F32, rig: Rig) -> bool:
     """Return whether boxes break no rule, in few calls; ``length`` are those of their
     quaternions.
     """
@@ -555,9 +538,7 @@ def _are_whole(boxes: Boxes, length: NDArray[np.float32], rig: Rig) -> bool:
 
 
 @functools.lru_cache(maxsize=64)
-def _box_bounds(
-    num_classes: int, num_attributes: int
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _box_bounds(num_classes: int, num_attributes: int) -> tuple[F64, F64]:
     """Return the lowest and the highest of the values that :func:`_are_whole` compares, float64
     (14, 1).
     """
@@ -575,11 +556,11 @@ def _box_bounds(
     return np.array(low)[:, None], np.array(high)[:, None]
 
 
-def _outside(numbers: NDArray[Any], last: int) -> NDArray[np.bool_]:
+def _outside(numbers: NDArray[Any], last: int) -> Mask:
     return np.asarray((numbers < -1) | (numbers > last))
 
 
-def broken_points(points: NDArray[np.float32], channel: str, rig: Rig) -> Iterator[str]:
+def broken_points(points: F32, channel: str, rig: Rig) -> Iterator[str]:
     """Yield the rules that the points (P, C) of one lidar break."""
     columns = dict(rig.lidars)
     num_columns = columns.get(channel)
@@ -599,7 +580,12 @@ def broken_sweeps(sweeps: Sweeps, channel: str, rig: Rig) -> Iterator[str]:
         yield from _first(~are_rigid(poses), "lidar2global", poses, _POSE_WORDS)
 
 
-def _first(bad: NDArray[np.bool_], name: str, values: NDArray[Any], words: str) -> Iterable[str]:
+def _first(
+    bad: Mask,
+    name: str,
+    values: NDArray[Any],
+    words: str,
+) -> Iterable[str]:
     """Return a text on the first row of an array that is bad; ``bad`` has its shape, or that of
     its first axes.
     """

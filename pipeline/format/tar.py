@@ -129,7 +129,12 @@ def member_header(name: str, size: int) -> bytes:
     return extended + record + padding + _ustar_block(front, size, b"0", _DEVICES)
 
 
-def _ustar_block(name: bytes, size: int, typeflag: bytes, devices: bytes) -> bytes:
+def _ustar_block(
+    name: bytes,
+    size: int,
+    typeflag: bytes,
+    devices: bytes,
+) -> bytes:
     # Fields of the ustar header: name 100, mode 8, uid 8, gid 8, size 12, mtime 12, chksum 8,
     # typeflag 1, linkname 100, magic 6, version 2, uname 32, gname 32, devmajor 8, devminor 8,
     # prefix 155, padding 12.

@@ -114,11 +114,16 @@ def decode_frame(
                 key=key,
             )
         raw: bytes = _FRAMES.decompressor.decompress(
-            stored, max_output_size=raw_bytes, allow_extra_data=False
+            stored,
+            max_output_size=raw_bytes,
+            allow_extra_data=False,
         )
     except zstandard.ZstdError as error:
         raise FrameError(
-            f"damaged zstd frame: {error}", shard=shard, offset=offset, key=key
+            f"damaged zstd frame: {error}",
+            shard=shard,
+            offset=offset,
+            key=key,
         ) from error
     if len(raw) != raw_bytes:
         raise FrameError(
@@ -150,12 +155,17 @@ def read_head(
     """
     try:
         with zstandard.ZstdDecompressor().stream_reader(
-            file, read_size=_READ_BYTES, closefd=False
+            file,
+            read_size=_READ_BYTES,
+            closefd=False,
         ) as reader:
             head: bytes = reader.read(num_bytes)
     except zstandard.ZstdError as error:
         raise FrameError(
-            f"damaged zstd frame: {error}", shard=shard, offset=offset, key=key
+            f"damaged zstd frame: {error}",
+            shard=shard,
+            offset=offset,
+            key=key,
         ) from error
     if len(head) != num_bytes:
         raise FrameError(

@@ -30,6 +30,7 @@ from fuelrail.pipeline.native.build import (
 from fuelrail.pipeline.transforms.image_map import ImageMap, scaled_size
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.dtypes import I64, U8
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.pipeline.sample.image_header import ImageInfo
 
@@ -71,7 +72,13 @@ class Scratch(threading.local):
     def __init__(self) -> None:
         self.arrays: dict[str, Picture] = {}
 
-    def take(self, name: str, height: int, width: int, channels: int) -> Picture:
+    def take(
+        self,
+        name: str,
+        height: int,
+        width: int,
+        channels: int,
+    ) -> Picture:
         """Return an uninitialised uint8 (height, width, channels)."""
         num_bytes = height * width * channels
         array = self.arrays.get(name)
@@ -113,7 +120,7 @@ class ScaledImage(NamedTuple):
     info: ImageInfo
     factor: int
     image_map: ImageMap
-    out: NDArray[np.uint8]
+    out: U8
 
 
 class CameraJpeg:
@@ -154,7 +161,7 @@ class CameraJpeg:
         )
         self._local = threading.local()
 
-    def cut_rows(self, table: NDArray[np.int64]) -> None:
+    def cut_rows(self, table: I64) -> None:
         """Cut rows out of JPEGs with restart markers: one file a row of the table, as
         ``RestartRows`` lists them.
 
@@ -178,7 +185,9 @@ class CameraJpeg:
         )
         if num_bytes < 0:
             raise ImageError(f"JPEG is damaged: {_FAULTS[num_bytes]}")
-        return room[:num_bytes].tobytes() if num_bytes else None
+        if num_bytes:
+            return room[:num_bytes].tobytes()
+        return None
 
     @staticmethod
     def takes(info: ImageInfo, factor: int) -> bool:
@@ -243,7 +252,7 @@ class CameraJpeg:
         """Return context and scratch memory of the calling thread, which its next call takes
         too.
         """
-        context: NDArray[np.uint8] | None = getattr(self._local, "context", None)
+        context: U8 | None = getattr(self._local, "context", None)
         if context is None:
             context = self._local.context = np.zeros(self._context_bytes, np.uint8)
         room = scratch.take("native", 1, room_bytes, 1)
@@ -255,7 +264,7 @@ def _jobs(number: int) -> type[ctypes.Array[_Job]]:
     return _Job * number
 
 
-def _job(image: ScaledImage, data: NDArray[np.uint8]) -> _Job:
+def _job(image: ScaledImage, data: U8) -> _Job:
     """Return job of an image with the file ``data``; an empty one, which is declined, for what
     the code does not do.
     """
@@ -267,30 +276,39 @@ def _job(image: ScaledImage, data: NDArray[np.uint8]) -> _Job:
     if not does or not CameraJpeg.takes(image.info, image.factor):
         return _Job()
     _, height, width = image.out.shape
+    left, top, right, bottom = covered
+    plane_stride, row_stride, _ = image.out.strides
     resize = _Resize(
-        a,
-        tx,
-        d,
-        ty,
-        width,
-        height,
-        *covered,
-        *image.out.strides[:2],
-        image.out.ctypes.data,
+        scale_x=a,
+        offset_x=tx,
+        scale_y=d,
+        offset_y=ty,
+        width=width,
+        height=height,
+        left=left,
+        top=top,
+        right=right,
+        bottom=bottom,
+        plane_stride=plane_stride,
+        row_stride=row_stride,
+        planes=image.out.ctypes.data,
     )
     return _Job(
-        data.ctypes.data,
-        data.size,
-        image.info.width,
-        image.info.height,
-        image.factor,
-        0,
-        resize,
+        data=data.ctypes.data,
+        size=data.size,
+        width=image.info.width,
+        height=image.info.height,
+        factor=image.factor,
+        declined=0,
+        wanted=resize,
     )
 
 
 def _function(
-    library: ctypes.CDLL, name: str, result: type | None, *arguments: type
+    library: ctypes.CDLL,
+    name: str,
+    result: type | None,
+    *arguments: type,
 ) -> ctypes._NamedFuncPointer:
     function = library[name]
     function.restype = result

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from fuelrail.pipeline.dtypes import I64, Mask
     from fuelrail.pipeline.order.batching import World
     from fuelrail.pipeline.order.epoch import EndlessOrder, Epoch
 
@@ -53,7 +54,7 @@ class Balance(Settings, frozen=True):
         check_types(self, OrderError)
 
 
-def deal(costs: NDArray[np.int64], num_groups: int) -> NDArray[np.int64]:
+def deal(costs: I64, num_groups: int) -> I64:
     """Return the rows of a batch (n,) group by group, of about equal costs: int64 (n,).
 
     Group g has as many as g n // num_groups to (g + 1) n // num_groups. The rows of a group keep
@@ -86,7 +87,7 @@ class BalancedOrder(RegroupedOrder):
         """Return one epoch of ``base``; raise OrderError for an epoch out of range."""
         return self.base.epoch(epoch)
 
-    def position_costs(self, in_order: Epoch, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    def position_costs(self, in_order: Epoch, positions: I64) -> I64:
         """Return the cost of each position (n,) of an epoch: int64 (n,)."""
         entries = in_order.entries(positions)
         costs = costs_of(self.costs, entries)
@@ -98,7 +99,11 @@ class BalancedOrder(RegroupedOrder):
 
 
 def order_batching(
-    order: EndlessOrder, global_batch: int, world: World, *, drop_last: bool
+    order: EndlessOrder,
+    global_batch: int,
+    world: World,
+    *,
+    drop_last: bool,
 ) -> Batching:
     """Return the batches of epoch 0 of an order; of others see `Batching.of_epoch`.
 
@@ -108,9 +113,8 @@ def order_batching(
     """
     base = order.base if isinstance(order, BalancedOrder) else order
     lengths = base.length if isinstance(base, WindowedOrder | ThinnedOrder) else None
-    assert (
-        not isinstance(base, BucketedOrder) or base.global_batch == global_batch
-    )  # it was compiled for it
+    # It was compiled for it.
+    assert not isinstance(base, BucketedOrder) or base.global_batch == global_batch
     batching = Batching(
         order.epoch_length,
         global_batch,
@@ -147,8 +151,11 @@ def check_micro_batches(order: EndlessOrder, batching: Batching) -> None:
 
 
 def rank_positions(
-    order: EndlessOrder, in_order: Epoch, batching: Batching, step: int
-) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    order: EndlessOrder,
+    in_order: Epoch,
+    batching: Batching,
+    step: int,
+) -> tuple[I64, Mask]:
     """Return this rank's positions in a step, dealt where the order balances, and which are no
     padding: (rank_batch,).
 

@@ -29,7 +29,7 @@ import numpy as np
 from fuelrail.pipeline.errors import WorldError
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
+    from fuelrail.pipeline.dtypes import I64, Mask
 
 MAX_EMPTY_EPOCHS: Final = 100
 """Epochs in a row that may have no step, before a run counts as one that never goes on."""
@@ -147,13 +147,15 @@ class Batching:
     def num_steps(self) -> int:
         """Steps from ``start`` to the epoch's end, the same on every rank."""
         remaining = self.epoch_length - self.start
-        return (
-            remaining // self.global_batch if self.drop_last else -(-remaining // self.global_batch)
-        )
+        if self.drop_last:
+            return remaining // self.global_batch
+        return -(-remaining // self.global_batch)
 
     def of_epoch(self, epoch: int) -> Batching:
         """Return the batches of one epoch."""
-        return self if self.lengths is None else replace(self, epoch_length=self.lengths(epoch))
+        if self.lengths is None:
+            return self
+        return replace(self, epoch_length=self.lengths(epoch))
 
     def next_epoch(self, epoch: int) -> int:
         """Return the first epoch from this one on that has a step; those without any are passed
@@ -172,7 +174,7 @@ class Batching:
             f"{batches.epoch_length}; {remedy}"
         )
 
-    def positions(self, step: int) -> NDArray[np.int64]:
+    def positions(self, step: int) -> I64:
         """Return this rank's positions in one step: int64 (rank_batch,), each in [0, epoch_length).
 
         Beyond the epoch's end, in the last step only, they start again at position 0. Raises
@@ -180,13 +182,13 @@ class Batching:
         """
         return self._running(step) % self.epoch_length
 
-    def valid(self, step: int) -> NDArray[np.bool_]:
+    def valid(self, step: int) -> Mask:
         """Return which of ``positions(step)`` are samples of the epoch, not padding: bool
         (rank_batch,).
         """
         return self._running(step) < self.epoch_length
 
-    def running(self, step: int) -> NDArray[np.int64]:
+    def running(self, step: int) -> I64:
         """Return the positions of a step over all ranks, continued beyond the epoch's end: int64
         (global_batch,).
 
@@ -194,11 +196,11 @@ class Batching:
         """
         return self._range(step, 0, self.global_batch)
 
-    def _running(self, step: int) -> NDArray[np.int64]:
+    def _running(self, step: int) -> I64:
         """Return this rank's positions in one step, continued beyond the epoch's end."""
         return self._range(step, self.rows.start, self.rank_batch)
 
-    def _range(self, step: int, first: int, size: int) -> NDArray[np.int64]:
+    def _range(self, step: int, first: int, size: int) -> I64:
         if not 0 <= step < self.num_steps:
             raise WorldError(f"step {step} is outside the {self.num_steps} steps left in the epoch")
         first += self.start + step * self.global_batch
@@ -250,9 +252,9 @@ class Cursor:
 
         Raises WorldError where no epoch with a step follows soon (`Batching.next_epoch`).
         """
-        return (
-            self if self.rest(batching).num_steps else Cursor(batching.next_epoch(self.epoch + 1))
-        )
+        if self.rest(batching).num_steps:
+            return self
+        return Cursor(batching.next_epoch(self.epoch + 1))
 
 
 class WorkerShard(NamedTuple):
@@ -301,7 +303,9 @@ class Walk:
 
     def batches(self, epoch: int) -> Batching:
         """Return the batches of one epoch of the walk."""
-        return self.rest if epoch == self.start.epoch else self.batching.of_epoch(epoch)
+        if epoch == self.start.epoch:
+            return self.rest
+        return self.batching.of_epoch(epoch)
 
     def place(self, k: int) -> tuple[int, int]:
         """Return epoch and step of the k-th step of this walk: in constant time where all epochs
@@ -354,7 +358,9 @@ class Walk:
     def number(self, k: int) -> int:
         """Return the number of the k-th step made here among the steps of all shares."""
         epoch, step = self.place(k)
-        return step if epoch == self.start.epoch else self.steps_before(epoch) + step
+        if epoch == self.start.epoch:
+            return step
+        return self.steps_before(epoch) + step
 
     def steps_before(self, epoch: int) -> int:
         """Return the number of steps of all shares from the start to the beginning of an epoch,
@@ -363,11 +369,9 @@ class Walk:
         first = self.start.epoch
         if self.batching.lengths is not None:
             return sum(self.batches(earlier).num_steps for earlier in range(first, epoch))
-        return (
-            0
-            if epoch <= first
-            else self.rest.num_steps + (epoch - first - 1) * self.batching.num_steps
-        )
+        if epoch <= first:
+            return 0
+        return self.rest.num_steps + (epoch - first - 1) * self.batching.num_steps
 
     def cursor(self, k: int) -> Cursor:
         """Return the position before the k-th step of this walk."""
@@ -381,9 +385,7 @@ class Walk:
         num_all = min(num_steps * self.share.stride, self.rest.num_steps)
         return Cursor(self.start.epoch, self.rest.consumed(num_all))
 
-    def positions(
-        self, first: int, num_steps: int, ranks: range
-    ) -> Iterator[tuple[int, NDArray[np.int64]]]:
+    def positions(self, first: int, num_steps: int, ranks: range) -> Iterator[tuple[int, I64]]:
         """Yield, epoch by epoch, the positions of ``ranks`` in the steps made here from the
         ``first`` on.
 

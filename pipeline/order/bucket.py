@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike, NDArray
 
+    from fuelrail.pipeline.dtypes import I64
     from fuelrail.pipeline.order.epoch import EndlessOrder
 
 MAX_BUCKETS: Final = 1024
@@ -111,15 +112,15 @@ class BucketedOrder(WindowedOrder):
         )
         self.identity["global_batch"] = global_batch
 
-    def positions_of(self, totals: NDArray[np.int64]) -> int:
+    def positions_of(self, totals: I64) -> int:
         """Return the number of positions: whole batches, given the samples in each bucket."""
         return int((-(-totals // self.global_batch)).sum()) * self.global_batch
 
-    def count(self, groups: NDArray[np.int64], num_groups: int) -> NDArray[np.int64]:
+    def count(self, groups: I64, num_groups: int) -> I64:
         """Return the number of samples in each bucket."""
         return np.bincount(groups, minlength=num_groups)
 
-    def groups(self, entries: Entries) -> tuple[NDArray[np.int64], int]:
+    def groups(self, entries: Entries) -> tuple[I64, int]:
         """Return the bucket of each entry, counted in the order of the bounds, or values, and
         how many there are.
         """
@@ -174,9 +175,8 @@ class BucketedEpoch(RegroupedEpoch):
         bucket = int(np.searchsorted(ends, number, side="right"))
         first = (int(self._batches[window + 1, bucket] - ends[bucket]) + number) * self._size
         before = self._before[:, bucket]
-        places = np.arange(
-            first, min(first + self._size, int(before[-1]))
-        )  # of the bucket's samples
+        # Of the bucket's samples.
+        places = np.arange(first, min(first + self._size, int(before[-1])))
         windows = np.searchsorted(before, places, side="right") - 1
         pieces = []
         for window_number in np.unique(windows).tolist():

@@ -52,6 +52,7 @@ from fuelrail.pipeline.order.without import ThinnedOrder
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from fuelrail.pipeline.dtypes import I64
     from fuelrail.pipeline.format.attributes import ClipTable
     from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.format.layers import Layer
@@ -187,7 +188,7 @@ def spread_costs(
     spec: OrderSpec,
     inputs: OrderInputs,
     rows: Rows | None,
-    selected_costs: dict[str, NDArray[np.int64]],
+    selected_costs: dict[str, I64],
 ) -> OrderCosts:
     """Return the costs of all samples of a split, given those of the selected ``rows`` (None: all)
     by what they are for. A sample that is not selected costs -1.
@@ -228,7 +229,9 @@ def spread_costs(
 
 
 def select_samples(
-    spec: OrderSpec, inputs: OrderInputs, window: Window | None = None
+    spec: OrderSpec,
+    inputs: OrderInputs,
+    window: Window | None = None,
 ) -> Rows | None:
     """Return the samples that filter, subset, layers and window leave, ascending; None: all.
 
@@ -283,7 +286,10 @@ def _intersect(selectors: Sequence[tuple[str, Rows]]) -> Rows | None:
 
 
 def arrange(
-    spec: OrderSpec, inputs: OrderInputs, rows: Rows | None, global_batch: int | None = None
+    spec: OrderSpec,
+    inputs: OrderInputs,
+    rows: Rows | None,
+    global_batch: int | None = None,
 ) -> EndlessOrder:
     """Return the order of the selected ``rows`` (None: all): in lanes, in stages, mixed, weighted
     or plain. Its identity has what the arrangement adds to that of the specification.
@@ -464,7 +470,9 @@ def regroup(
         )
     for hidden_of_parts in hidden:
         order = ThinnedOrder(order, hidden_of_parts)
-    return order if spec.balance is None else BalancedOrder(order, spec.balance, costs.balance)
+    if spec.balance is None:
+        return order
+    return BalancedOrder(order, spec.balance, costs.balance)
 
 
 def plain(settings: object) -> Any:
@@ -499,7 +507,10 @@ def compile_mix(
     """
 
     def compile_one(
-        number: int, name: str, part_spec: OrderSpec, unknown: set[str]
+        number: int,
+        name: str,
+        part_spec: OrderSpec,
+        unknown: set[str],
     ) -> EndlessOrder:
         return compile_order(
             part_spec,
@@ -560,7 +571,8 @@ def mix_orders(
             compiled.append(compile_one(number, name, part_spec, lacking[-1]))
         except OrderError as error:
             raise OrderError(f"dataset {name!r}: {error}") from error
-    if missing := set.intersection(*lacking):
+    missing = set.intersection(*lacking)
+    if missing:
         raise unknown_names(missing)
     # The parts are regrouped together: packs, buckets and what is left out are taken off them.
     orders: list[EndlessOrder] = []

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from numpy.typing import NDArray
 
+    from fuelrail.pipeline.dtypes import I64
+
 MAX_COST: Final = 2**40
 """Largest cost of a sample, and largest budget: sums of 2**20 of them stay under 2**62."""
 Coefficient = Annotated[int, Meta(ge=0, lt=2**62)]
@@ -66,7 +68,7 @@ def cost_columns(cost: str | Cost) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*cost.linear, *cost.quadratic)))
 
 
-def compute_costs(cost: str | Cost, table: pa.Table, *, texts: bool = False) -> NDArray[np.int64]:
+def compute_costs(cost: str | Cost, table: pa.Table, *, texts: bool = False) -> I64:
     """Return the cost of each row of ``table`` (with :func:`cost_columns` of it): int64 (n,), 0 or
     more.
 
@@ -77,7 +79,7 @@ def compute_costs(cost: str | Cost, table: pa.Table, *, texts: bool = False) -> 
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    values: dict[str, NDArray[np.int64]] = {}
+    values: dict[str, I64] = {}
     for name in cost_columns(cost):
         column = table[name]
         if column.null_count:

@@ -18,6 +18,7 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
+    from fuelrail.pipeline.dtypes import I64, Mask
     from fuelrail.pipeline.order.permutation import PositionMap
 
 DIGEST_CHARS: Final = 16
@@ -35,11 +36,11 @@ def digest(*arrays: ArrayLike) -> str:
 class Entries(NamedTuple):
     """The entries at some positions; all arrays have the positions' shape."""
 
-    parts: NDArray[np.int64]
+    parts: I64
     """Which dataset of a mix of datasets; 0 without such a mix."""
-    samples: NDArray[np.int64]
+    samples: I64
     """The sample of that order's split."""
-    valid: NDArray[np.bool_]
+    valid: Mask
     """False: padding, such as a lane's that has ended."""
     flags: Mapping[str, NDArray[Any]] = NO_FLAGS
     """More that the order knows of each entry, under its name in a batch: ``lane`` and
@@ -50,14 +51,14 @@ class Entries(NamedTuple):
 class Occurrences(NamedTuple):
     """Where some samples are shown in an epoch, by sample and then by position; both int64 (k,)."""
 
-    indices: NDArray[np.int64]
+    indices: I64
     """Places in the list of samples that was asked for; one comes as often as its sample is
     shown.
     """
-    positions: NDArray[np.int64]
+    positions: I64
 
     @classmethod
-    def sorted(cls, indices: NDArray[np.int64], positions: NDArray[np.int64]) -> Occurrences:
+    def sorted(cls, indices: I64, positions: I64) -> Occurrences:
         """Return both in order."""
         by_sample = np.lexsort((positions, indices))
         return cls(indices[by_sample], positions[by_sample])
@@ -74,7 +75,7 @@ class Epoch(ABC):
     def __len__(self) -> int:
         """Return the number of positions in the epoch."""
 
-    def __call__(self, positions: ArrayLike, /) -> NDArray[np.int64]:
+    def __call__(self, positions: ArrayLike, /) -> I64:
         """Return samples alone (int64, same shape; in packs as many as these hold) at
         ``positions``.
         """
@@ -112,7 +113,7 @@ class EndlessOrder(Protocol):
     def num_selected(self) -> int:
         """Number of selected samples."""
 
-    def selected(self) -> NDArray[np.int64]:
+    def selected(self) -> I64:
         """Return the selected samples, ascending: int64 (num_selected,)."""
 
     def epoch(self, epoch: int, /) -> Epoch:
@@ -122,10 +123,10 @@ class EndlessOrder(Protocol):
 class CopyMap(Protocol):
     """A map from copies to samples; a sample may have several copies, or none."""
 
-    def __call__(self, copies: NDArray[np.int64], /) -> NDArray[np.int64]:
+    def __call__(self, copies: I64, /) -> I64:
         """Return samples (int64, same shape) of ``copies``."""
 
-    def find(self, samples: NDArray[np.int64], /) -> Occurrences:
+    def find(self, samples: I64, /) -> Occurrences:
         """Return the copies of ``samples`` (n,)."""
 
 
@@ -138,11 +139,11 @@ class SelectedSamples:
         """Take the samples, ascending, each once."""
         self._selected = selected
 
-    def __call__(self, numbers: NDArray[np.int64], /) -> NDArray[np.int64]:
+    def __call__(self, numbers: I64, /) -> I64:
         """Return samples of the split (int64, same shape)."""
         return self._selected[numbers].astype(np.int64)
 
-    def find(self, samples: NDArray[np.int64], /) -> Occurrences:
+    def find(self, samples: I64, /) -> Occurrences:
         """Return the numbers of ``samples`` (n,) among the selected ones; others have none."""
         places = np.searchsorted(self._selected, samples)
         indices = np.flatnonzero(
@@ -163,7 +164,7 @@ class MappedEpoch(Epoch):
     def __len__(self) -> int:
         return len(self._first)
 
-    def __call__(self, positions: ArrayLike, /) -> NDArray[np.int64]:
+    def __call__(self, positions: ArrayLike, /) -> I64:
         """Return samples (int64, same shape) at ``positions``; raises OrderError for positions
         outside.
         """

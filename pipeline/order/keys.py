@@ -53,7 +53,8 @@ def listed_names(file: str) -> pa.Array:
             data = stream.read(NAMES.maximum + 1)
     except (OSError, ValueError) as error:
         raise OrderError(f"keys file '{file}' cannot be read: {error}") from error
-    if (text := NAMES.broken(len(data))) is not None:
+    text = NAMES.broken(len(data))
+    if text is not None:
         raise OrderError(f"keys file '{file}' {text}")
     if b"\r" in data:
         data = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")

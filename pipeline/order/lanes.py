@@ -32,6 +32,7 @@ from fuelrail.pipeline.order.regroup import groups_of
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
+    from fuelrail.pipeline.dtypes import I64
     from fuelrail.pipeline.format.attributes import ClipTable
 
 
@@ -64,14 +65,18 @@ class LaneOrder:
             else np.sort(clips.ranks[np.asarray(selected)])
         )
         clip = clips.clip_numbers()[chosen]
-        new = np.ones(len(chosen), dtype=bool)
-        new[1:] = (clip[1:] != clip[:-1]) | (chosen[1:] != chosen[:-1] + 1)
-        lengths = np.diff(np.append(np.flatnonzero(new), len(chosen)))
+        is_new = np.ones(len(chosen), dtype=bool)
+        is_new[1:] = clip[1:] != clip[:-1]
+        is_new[1:] |= chosen[1:] != chosen[:-1] + 1
+        starts = np.flatnonzero(is_new)
+        lengths = np.diff(np.append(starts, len(chosen)))
         # A run of m frames in k pieces: the first m % k of them one frame longer.
         count = np.minimum(lengths, pieces_per_clip)
         run = np.repeat(np.arange(len(lengths)), count)
-        number = np.arange(len(run)) - np.repeat(np.cumsum(count) - count, count)
-        self._lengths = lengths[run] // count[run] + (number < lengths[run] % count[run])
+        firsts = np.cumsum(count) - count
+        number = np.arange(len(run)) - firsts[run]
+        length, num_longer = np.divmod(lengths[run], count[run])
+        self._lengths = length + (number < num_longer)
         self._first_ranks = chosen[np.cumsum(self._lengths) - self._lengths]
         if len(run) < num_lanes:
             raise OrderError(
@@ -95,7 +100,7 @@ class LaneOrder:
         """Positions in each epoch: steps times lanes."""
         return self.num_steps * self.num_lanes
 
-    def selected(self) -> NDArray[np.int64]:
+    def selected(self) -> I64:
         """Return the selected samples, ascending: int64 (num_selected,)."""
         return np.sort(self._clips.samples[self._chosen].astype(np.int64))
 
@@ -148,9 +153,9 @@ class LaneEpoch(Epoch):
         self,
         clips: ClipTable,
         num_lanes: int,
-        lanes: NDArray[np.int64],
+        lanes: I64,
         first_ranks: NDArray[np.integer],
-        lengths: NDArray[np.int64],
+        lengths: I64,
     ) -> None:
         """Take the pieces in order: lane 0's first to last, then lane 1's (``lanes`` ascends)."""
         self._clips = clips
@@ -168,7 +173,7 @@ class LaneEpoch(Epoch):
         # All lanes laid end to end, each given num_steps places: piece i begins at starts[i].
         self._starts = ends - lengths - before[lanes] + lanes * num_steps
         self._lane_ends = np.append(before[1:], ends[-1:]) - before
-        self._by_rank: tuple[NDArray[np.int64], NDArray[np.integer]] | None = None
+        self._by_rank: tuple[I64, NDArray[np.integer]] | None = None
         """The pieces sorted by their first frames' ranks, and these ranks; from the first
         :meth:`find` on.
         """
@@ -187,10 +192,12 @@ class LaneEpoch(Epoch):
         valid = step < self._lane_ends[lane]
         first = self._padding[lane]
         padding = (step - self._lane_ends[lane]) % self._lengths[first]
-        running = np.searchsorted(self._starts, lane * self._num_steps + step, side="right") - 1
+        place = lane * self._num_steps + step
+        running = np.searchsorted(self._starts, place, side="right") - 1
         piece = np.where(valid, running, first)
-        offset = np.where(valid, lane * self._num_steps + step - self._starts[piece], padding)
-        samples = self._clips.samples[self._first_ranks[piece] + offset].astype(np.int64)
+        offset = np.where(valid, place - self._starts[piece], padding)
+        ranks = self._first_ranks[piece] + offset
+        samples = self._clips.samples[ranks].astype(np.int64)
         return Entries(
             np.zeros_like(samples),
             samples,
@@ -218,9 +225,9 @@ class LaneEpoch(Epoch):
         step = self._starts[piece] - lane * self._num_steps + offset
         # A lane that has ended shows its first piece again and again.
         by_piece = np.argsort(self._padding, kind="stable")
-        showing, ended = _runs(
-            *(np.searchsorted(self._padding, piece, side, by_piece) for side in ("left", "right"))
-        )
+        first_ended = np.searchsorted(self._padding, piece, "left", by_piece)
+        end_ended = np.searchsorted(self._padding, piece, "right", by_piece)
+        showing, ended = _runs(first_ended, end_ended)
         ended = by_piece[ended]
         repeat_start = self._lane_ends[ended] + offset[showing]
         length = self._lengths[piece[showing]]
@@ -233,7 +240,7 @@ class LaneEpoch(Epoch):
             steps * self.num_lanes + lanes,
         )
 
-    def without(self, samples: NDArray[np.int64]) -> LaneEpoch:
+    def without(self, samples: I64) -> LaneEpoch:
         """Return the epoch without some samples: in each lane the frames behind one follow at
         once, as a new piece.
         """
@@ -244,9 +251,8 @@ class LaneEpoch(Epoch):
             np.searchsorted(hidden, ends) + 1,
         )
         bounds = np.append(hidden, ends[-1:])
-        is_first, is_last = (
-            np.diff(piece, **side) != 0 for side in ({"prepend": -1}, {"append": -1})
-        )
+        is_first = np.diff(piece, prepend=-1) != 0
+        is_last = np.diff(piece, append=-1) != 0
         firsts = np.where(is_first, self._first_ranks[piece], bounds[cut - 1] + 1)
         lengths = np.where(is_last, ends[piece], bounds[cut]) - firsts
         lanes = np.searchsorted(self._first_piece, piece, side="right") - 1
@@ -260,15 +266,12 @@ class LaneEpoch(Epoch):
         )
 
 
-def _runs(
-    first: NDArray[np.int64], end: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _runs(first: I64, end: I64) -> tuple[I64, I64]:
     """Return the integers of ranges ``first ..
 
     end - 1`` (n,), one after the other: which range, and the integer.
     """
     num = end - first
     range_numbers = np.repeat(np.arange(len(num)), num)
-    return range_numbers, np.arange(len(range_numbers)) + (first - np.cumsum(num) + num)[
-        range_numbers
-    ]
+    shifts = first - np.cumsum(num) + num
+    return range_numbers, np.arange(len(range_numbers)) + shifts[range_numbers]

@@ -39,7 +39,9 @@ from fuelrail.pipeline.order.permutation import (
 from fuelrail.pipeline.settings import Settings, check_types
 
 if TYPE_CHECKING:
-    from numpy.typing import ArrayLike, NDArray
+    from numpy.typing import ArrayLike
+
+    from fuelrail.pipeline.dtypes import I64
 
 MAX_BLOCK: Final = 1024
 """Largest sum of the ratios: finding a place in a block costs time in proportion to it."""
@@ -119,20 +121,21 @@ class MixSchedule:
                 "stages of a mix must end in turn, at multiples of the block of "
                 f"{self.block}, got {ends}"
             )
-        self._ratios = np.array(
-            [
-                [stage.ratios[name] * self.block // sum(stage.ratios.values()) for name in names]
-                for stage in stages
-            ]
-        )
+        ratios = []
+        for stage in stages:
+            total = sum(stage.ratios.values())
+            ratios.append([stage.ratios[name] * self.block // total for name in names])
+        self._ratios = np.array(ratios)
         self._starts = np.array([0, *(end // self.block for end in ends)])
-        self._changes = [
-            _changes(*pair) if stage.ramp else np.zeros((1, len(names)), np.int64)
-            for stage, pair in zip(stages[:-1], pairwise(self._ratios), strict=True)
-        ] + [np.zeros((1, len(names)), np.int64)]
+        no_change = np.zeros((1, len(names)), np.int64)
+        self._changes: list[I64] = []
+        for stage, (old, new) in zip(stages[:-1], pairwise(self._ratios), strict=True):
+            self._changes.append(_changes(old, new) if stage.ramp else no_change)
+        self._changes.append(no_change)
         lengths = np.diff(self._starts)
         for changes, length in zip(self._changes[:-1], lengths.tolist(), strict=True):
-            if (num := len(changes) - 1) and num * length**2 > MAX_LENGTH:
+            num = len(changes) - 1
+            if num and num * length**2 > MAX_LENGTH:
                 raise OrderError(
                     f"a ramp has {length} blocks of {self.block}, and may have "
                     f"{isqrt(MAX_LENGTH // num)}; end it earlier, or make it of several stages"
@@ -146,11 +149,13 @@ class MixSchedule:
         """Samples of each dataset in a block once all stages but the last are over."""
         return tuple(self._ratios[-1].tolist())
 
-    def blocks(self, blocks: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def blocks(self, blocks: I64) -> tuple[I64, I64]:
         """Return the samples of each dataset before some blocks (n,) of a run, and in them:
         int64 (n, datasets).
         """
-        before, after = np.empty((2, len(blocks), self._ratios.shape[1]), np.int64)
+        num_datasets = self._ratios.shape[1]
+        before = np.empty((len(blocks), num_datasets), np.int64)
+        after = np.empty_like(before)
         stages = np.searchsorted(self._starts, blocks, side="right") - 1
         for stage in np.unique(stages).tolist():
             mask = stages == stage
@@ -159,28 +164,30 @@ class MixSchedule:
             after[mask] = self._within(stage, inside + 1)
         return before, after - before
 
-    def _within(self, stage: int, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _within(self, stage: int, blocks: I64) -> I64:
         """Return the samples of each dataset in a run up to some blocks, counted from the
         beginning of a stage.
         """
-        counts: NDArray[np.int64] = self._before[stage] + blocks[:, None] * self._ratios[stage]
+        counts: I64 = self._before[stage] + blocks[:, None] * self._ratios[stage]
         changes = self._changes[stage]
         num = len(changes) - 1
         if num:
             length = self._starts[stage + 1] - self._starts[stage]
-            rounds, rest = np.divmod(num * blocks * blocks // (2 * length), num)
+            num_changes = num * blocks * blocks // (2 * length)
+            rounds, rest = np.divmod(num_changes, num)
             counts += rounds[:, None] * changes[-1] + changes[rest]
         return counts
 
 
-def _changes(old: NDArray[np.int64], new: NDArray[np.int64]) -> NDArray[np.int64]:
+def _changes(old: I64, new: I64) -> I64:
     """Return what the first k changes from one block to another add to each dataset: (changes +
     1, datasets).
     """
     turns = []
     for more in (np.maximum(old - new, 0), np.maximum(new - old, 0)):
         named = np.repeat(np.arange(len(more)), more)
-        place = (np.arange(len(named)) - (np.cumsum(more) - more)[named]) * 2 + 1
+        firsts = np.cumsum(more) - more
+        place = (np.arange(len(named)) - firsts[named]) * 2 + 1
         turns.append(named[np.lexsort((named, place / more[named]))])
     steps = np.zeros((len(turns[0]) + 1, len(old)), np.int64)
     for number, (falls, rises) in enumerate(zip(*turns, strict=True), 1):
@@ -219,15 +226,14 @@ class MixedOrder:
         self.block = sum(self.ratios)
         self.is_one_split = is_one_split
         self.schedule = schedule
-        num_blocks = (
-            max(
+        if epoch_length is None:
+            num_blocks = max(
                 -(-order.epoch_length // ratio)
                 for order, ratio in zip(self.orders, self.ratios, strict=True)
                 if ratio
             )
-            if epoch_length is None
-            else -(-epoch_length // self.block)
-        )
+        else:
+            num_blocks = -(-epoch_length // self.block)
         self.num_blocks = num_blocks
         self.epoch_length = num_blocks * self.block
         self.identity: dict[str, Any] = {
@@ -241,13 +247,11 @@ class MixedOrder:
     @property
     def num_selected(self) -> int:
         """Number of selected samples of all orders."""
-        return (
-            len(self.selected())
-            if self.is_one_split
-            else sum(order.num_selected for order in self.orders)
-        )
+        if self.is_one_split:
+            return len(self.selected())
+        return sum(order.num_selected for order in self.orders)
 
-    def selected(self) -> NDArray[np.int64]:
+    def selected(self) -> I64:
         """Return the selected samples of parts of one split, ascending, each once: int64
         (num_selected,).
         """
@@ -287,51 +291,42 @@ class MixedEpoch(Epoch):
         """Return parts and samples at ``positions``, all valid; raise OrderError for positions
         outside.
         """
+        mix = self._mix
         places = as_positions(positions, len(self))
         flat = places.reshape(-1)
         parts = np.empty_like(flat)
         samples = np.empty_like(flat)
         for first in range(0, flat.size, CHUNK):
             chunk = slice(first, first + CHUNK)
-            self._fill(flat[chunk], parts[chunk], samples[chunk])
-        if self._mix.is_one_split:
+            block, place = np.divmod(flat[chunk], mix.block)
+            blocks, block_index = _distinct(block + self._first_block)
+            before = self._before(blocks)
+            arranged = self._arranged(blocks)
+            at_place = block_index * mix.block + place
+            parts[chunk] = arranged.reshape(-1)[at_place]
+            for part, order in enumerate(mix.orders):
+                indices = np.flatnonzero(parts[chunk] == part)
+                if not indices.size:
+                    continue
+                within = np.cumsum(arranged == part, axis=1).reshape(-1)[at_place[indices]] - 1
+                # How many samples of this dataset came before, ever.
+                turns = before[block_index[indices], part] + within
+                epochs, places_in_epoch = np.divmod(turns, order.epoch_length)
+                for epoch in _distinct(epochs)[0].tolist():
+                    is_inside = epochs == epoch
+                    samples_of = self._epoch_of(part, epoch)
+                    samples[first + indices[is_inside]] = samples_of(places_in_epoch[is_inside])
+        if mix.is_one_split:
             parts[:] = 0
         valid = np.ones(places.shape, dtype=bool)
         return Entries(parts.reshape(places.shape), samples.reshape(places.shape), valid)
 
-    def _fill(
-        self,
-        positions: NDArray[np.int64],
-        parts: NDArray[np.int64],
-        samples: NDArray[np.int64],
-    ) -> None:
-        """Write the entries at ``positions`` (n,) into the other two (n,)."""
-        mix = self._mix
-        block, place = np.divmod(positions, mix.block)
-        blocks, block_index = _distinct(block + self._first_block)
-        before = self._before(blocks)
-        arranged = self._arranged(blocks)
-        at_place = block_index * mix.block + place
-        parts[:] = arranged.reshape(-1)[at_place]
-        for part, order in enumerate(mix.orders):
-            indices = np.flatnonzero(parts == part)
-            if not indices.size:
-                continue
-            earlier = np.cumsum(arranged == part, axis=1).reshape(-1)[at_place[indices]] - 1
-            turn = (
-                before[block_index[indices], part] + earlier
-            )  # how many samples of this dataset came before, ever
-            epochs, places_in_epoch = np.divmod(turn, order.epoch_length)
-            for epoch in _distinct(epochs)[0].tolist():
-                inside = epochs == epoch
-                samples[indices[inside]] = self._epoch_of(part, epoch)(places_in_epoch[inside])
-
-    def _before(self, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _before(self, blocks: I64) -> I64:
         """Return how many samples of each dataset come in a run before some blocks (n,): int64
         (n, datasets).
         """
         mix = self._mix
-        before: NDArray[np.int64]
+        before: I64
         before = (
             blocks[:, None] * np.array(mix.ratios)
             if mix.schedule is None
@@ -339,17 +334,19 @@ class MixedEpoch(Epoch):
         )
         return before
 
-    def _arranged(self, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _arranged(self, blocks: I64) -> I64:
         """Return the dataset at each place of some blocks (n,) of a run: int64 (n, places)."""
         mix = self._mix
         entries = blocks[:, None] * mix.block + np.arange(mix.block)
-        by_word = (
-            np.argsort(self._words(entries), axis=1) if mix.block > 1 else np.zeros_like(entries)
-        )
+        by_word = np.zeros_like(entries)
+        if mix.block > 1:
+            by_word = np.argsort(self._words(entries), axis=1)
         if mix.schedule is None:
-            arranged: NDArray[np.int64] = np.repeat(np.arange(len(mix.ratios)), mix.ratios)[by_word]
+            datasets = np.repeat(np.arange(len(mix.ratios)), mix.ratios)
+            arranged: I64 = datasets[by_word]
         else:
-            ends = np.cumsum(mix.schedule.blocks(blocks)[1], axis=1)
+            _, counts = mix.schedule.blocks(blocks)
+            ends = np.cumsum(counts, axis=1)
             arranged = (by_word[:, :, None] >= ends[:, None, :]).sum(axis=2)
         return arranged
 
@@ -376,13 +373,12 @@ class MixedEpoch(Epoch):
                     positions.append(self._places(number, turns[chunk]))
         return Occurrences.sorted(np.concatenate(indices), np.concatenate(positions))
 
-    def _places(self, part: int, turns: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _places(self, part: int, turns: I64) -> I64:
         """Return the positions of some turns (n,) of a dataset, which are of this epoch."""
         mix = self._mix
         low = np.full_like(turns, self._first_block)
-        high = (
-            low + mix.num_blocks
-        )  # the last block with no more samples before it than `turns`, by bisection
+        # The last block with no more samples before it than `turns`, by bisection.
+        high = low + mix.num_blocks
         while (high - low > 1).any():
             middle = (low + high) // 2
             is_later = self._before(middle)[:, part] > turns
@@ -390,18 +386,15 @@ class MixedEpoch(Epoch):
             high = np.where(is_later, middle, high)
         blocks, of_block = np.unique(low, return_inverse=True)
         earlier = turns - self._before(low)[:, part]
-        part_places = np.argsort(
-            self._arranged(blocks) != part, axis=1, kind="stable"
-        )  # its places in each block, in order
-        places: NDArray[np.int64] = (low - self._first_block) * mix.block + part_places[
-            of_block, earlier
-        ]
+        # Its places in each block, in order.
+        part_places = np.argsort(self._arranged(blocks) != part, axis=1, kind="stable")
+        places: I64 = (low - self._first_block) * mix.block + part_places[of_block, earlier]
         return places
 
 
 def _distinct(
-    values: NDArray[np.int64],
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    values: I64,
+) -> tuple[I64, I64]:
     """Return the distinct values, ascending, and which of them each value (n,) is; sorts only if
     needed.
     """

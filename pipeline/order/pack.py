@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import ArrayLike, NDArray
 
+    from fuelrail.pipeline.dtypes import I64
     from fuelrail.pipeline.order.epoch import EndlessOrder, Entries
 
 WindowLength = Annotated[int, Meta(ge=1, le=2**20)]
@@ -68,9 +69,7 @@ class Pack(Settings, frozen=True):
             )
 
 
-def pack_window(
-    costs: NDArray[np.int64], budget: int, max_samples: int | None = None
-) -> tuple[NDArray[np.int64], int]:
+def pack_window(costs: I64, budget: int, max_samples: int | None = None) -> tuple[I64, int]:
     """Return the pack of each sample (int64, same shape as ``costs`` (n,), which are at least 1
     and at most the budget), and how many there are.
 
@@ -130,15 +129,15 @@ class PackedOrder(WindowedOrder):
         super().__init__(base, costs, pack.window, seed)
         self.pack = pack
 
-    def positions_of(self, totals: NDArray[np.int64]) -> int:
+    def positions_of(self, totals: I64) -> int:
         """Return the number of packs, which is all that is kept of a window."""
         return int(totals[0])
 
-    def count(self, _: NDArray[np.int64], num_groups: int) -> NDArray[np.int64]:
+    def count(self, _: I64, num_groups: int) -> I64:
         """Return the number of packs of a window."""
         return np.array([num_groups])
 
-    def groups(self, entries: Entries) -> tuple[NDArray[np.int64], int]:
+    def groups(self, entries: Entries) -> tuple[I64, int]:
         """Return the pack of each sample of a window, and how many there are; see `pack_window`."""
         return pack_window(
             costs_of(self.costs, entries),
@@ -171,7 +170,8 @@ class PackedEpoch(RegroupedEpoch):
         for place in as_positions(positions, len(self)).reshape(-1).tolist():
             window, pack = self._locate(place)
             members, bounds = self._members(window)
-            pieces.append((members, slice(int(bounds[pack]), int(bounds[pack + 1]))))
+            inside = slice(int(bounds[pack]), int(bounds[pack + 1]))
+            pieces.append((members, inside))
         sizes = np.array([inside.stop - inside.start for _, inside in pieces], np.int64)
         packs = np.repeat(np.arange(len(pieces)), sizes)
         return joined(pieces)._replace(flags={"pack": packs})
@@ -187,8 +187,8 @@ class PackedEpoch(RegroupedEpoch):
         places = np.empty_like(positions)
         for number in np.unique(numbers).tolist():
             mask = numbers == number
-            packs, _ = self._order.groups(self._order.entries_of(self._in_order, number))
-            places[mask] = (
-                self._starts[number] + np.argsort(self._order_shown(number))[packs[offsets[mask]]]
-            )
+            entries = self._order.entries_of(self._in_order, number)
+            packs, _ = self._order.groups(entries)
+            place_of_pack = np.argsort(self._order_shown(number))
+            places[mask] = self._starts[number] + place_of_pack[packs[offsets[mask]]]
         return Occurrences.sorted(indices, places)

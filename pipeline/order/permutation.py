@@ -35,6 +35,8 @@ from fuelrail.pipeline.errors import OrderError
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
+    from fuelrail.pipeline.dtypes import I64, U64
+
 MAX_LENGTH: Final = 2**62
 """Largest n of a permutation: halves stay under 2**32 and products under 2**64."""
 
@@ -81,13 +83,13 @@ def derive_seed(purpose: str, seed: int, number: int) -> int:
     return derive_key(purpose, seed, number) % 2**63
 
 
-def _words(n: int, key: int, count: int) -> NDArray[np.uint64]:
+def _words(n: int, key: int, count: int) -> U64:
     """Return ``count`` 64-bit words (uint64) that depend on n and key: SHAKE-128, little-endian."""
     seed = b"fuelrail permutation 1" + n.to_bytes(8, "little") + key.to_bytes(_KEY_BYTES, "little")
     return np.frombuffer(hashlib.shake_128(seed).digest(8 * count), dtype="<u8").astype(np.uint64)
 
 
-def as_positions(positions: ArrayLike, n: int, noun: str = "position") -> NDArray[np.int64]:
+def as_positions(positions: ArrayLike, n: int, noun: str = "position") -> I64:
     """Return ``positions`` as int64 of the same shape, each in [0, n); raise OrderError with the
     offending value.
     """
@@ -121,7 +123,7 @@ class KeyedPermutation:
             raise OrderError(f"a permutation's key must be in 0 .. 2**128 - 1, got {key}")
         self.n = index(n)
         self.key = index(key)
-        self._table: NDArray[np.int64] | None = None
+        self._table: I64 | None = None
         if self.n <= TABLE_LIMIT:
             # 0 .. n - 1 by random words; each word carries its index in its low bits, so that no
             # two are equal.
@@ -146,19 +148,19 @@ class KeyedPermutation:
     def __repr__(self) -> str:
         return f"KeyedPermutation(n={self.n}, key={self.key:#x})"
 
-    def __call__(self, positions: ArrayLike) -> NDArray[np.int64]:
+    def __call__(self, positions: ArrayLike) -> I64:
         """Return values (int64, same shape) at ``positions`` (integers in [0, n)); raise
         OrderError outside.
         """
         return self._map(as_positions(positions, self.n), backwards=False)
 
-    def inverse(self, values: ArrayLike) -> NDArray[np.int64]:
+    def inverse(self, values: ArrayLike) -> I64:
         """Return positions (int64, same shape) of ``values`` (integers in [0, n)):
         ``p.inverse(p(x)) == x``.
         """
         return self._map(as_positions(values, self.n, "value"), backwards=True)
 
-    def _map(self, inputs: NDArray[np.int64], *, backwards: bool) -> NDArray[np.int64]:
+    def _map(self, inputs: I64, *, backwards: bool) -> I64:
         if self._table is not None:
             if not backwards:
                 return self._table[inputs]
@@ -180,8 +182,8 @@ class KeyedPermutation:
 
     def _network(
         self,
-        source: NDArray[np.uint64],
-        target: NDArray[np.uint64],
+        source: U64,
+        target: U64,
         *,
         backwards: bool,
     ) -> None:
@@ -198,17 +200,15 @@ class KeyedPermutation:
             if backwards:
                 high, low, size, other_size = low, high, other_size, size
                 _round_function(low, key=key, size=size, out=mixed, spare=spare)
-                np.subtract(
-                    high, mixed, out=high
-                )  # wraps around to a huge number where it is negative
+                # Wraps around to a huge number where it is negative.
+                np.subtract(high, mixed, out=high)
                 np.add(high, size, out=spare)
                 np.minimum(high, spare, out=high)
             else:
                 _round_function(low, key=key, size=size, out=mixed, spare=spare)
                 np.add(high, mixed, out=high)  # under 2 * size
-                np.subtract(
-                    high, size, out=spare
-                )  # wraps around to a huge number where left < size already
+                # Wraps around to a huge number where left < size already.
+                np.subtract(high, size, out=spare)
                 np.minimum(high, spare, out=high)
                 high, low, size, other_size = low, high, other_size, size
         np.multiply(high, self._b, out=target)
@@ -216,11 +216,11 @@ class KeyedPermutation:
 
 
 def _round_function(
-    right: NDArray[np.uint64],
+    right: U64,
     key: np.uint64,
     size: np.uint64,
-    out: NDArray[np.uint64],
-    spare: NDArray[np.uint64],
+    out: U64,
+    spare: U64,
 ) -> None:
     """Compute F: high 32 bits of fmix64(right ^ round key), scaled to [0, size); see the
     constructor for the rest.
@@ -241,8 +241,8 @@ class PositionMap(Protocol):
     def __len__(self) -> int:
         """Return the number of positions in the epoch."""
 
-    def __call__(self, positions: ArrayLike, /) -> NDArray[np.int64]:
+    def __call__(self, positions: ArrayLike, /) -> I64:
         """Return sample indices (int64, same shape) at ``positions``."""
 
-    def inverse(self, samples: ArrayLike, /) -> NDArray[np.int64]:
+    def inverse(self, samples: ArrayLike, /) -> I64:
         """Return the positions (int64, same shape) of sample indices: each has one."""

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from fuelrail.pipeline.dtypes import I64
     from fuelrail.pipeline.order.epoch import EndlessOrder
 
 _EPOCHS_KEPT: Final = 4
@@ -60,7 +61,7 @@ class RegroupedOrder:
         """Number of selected samples."""
         return self.base.num_selected
 
-    def selected(self) -> NDArray[np.int64]:
+    def selected(self) -> I64:
         """Return the selected samples, ascending: int64 (num_selected,)."""
         return self.base.selected()
 
@@ -111,22 +112,22 @@ class WindowedOrder(RegroupedOrder, ABC):
         return self.positions_of(self._count(epoch, self.num_windows)[-1])
 
     @abstractmethod
-    def positions_of(self, totals: NDArray[np.int64]) -> int:
+    def positions_of(self, totals: I64) -> int:
         """Return the number of positions in an epoch with such ``totals`` (num_kept,) of all
         windows.
         """
 
     @abstractmethod
-    def groups(self, entries: Entries) -> tuple[NDArray[np.int64], int]:
+    def groups(self, entries: Entries) -> tuple[I64, int]:
         """Return the group of each sample of a window, int64 (n,), and how many groups there
         are.
         """
 
     @abstractmethod
-    def count(self, groups: NDArray[np.int64], num_groups: int) -> NDArray[np.int64]:
+    def count(self, groups: I64, num_groups: int) -> I64:
         """Return the numbers (num_kept,) that are kept of a window with such groups."""
 
-    def sums(self, epoch: int) -> NDArray[np.int64]:
+    def sums(self, epoch: int) -> I64:
         """Return the sums of the numbers kept before each window of an epoch, and last of all.
 
         That is int64 (num_windows + 1, num_kept).
@@ -148,7 +149,7 @@ class WindowedOrder(RegroupedOrder, ABC):
             num_counted - (num_counted - self.num_windows) // max(1, windows_left),
         )
 
-    def _count(self, epoch: int, num_windows: int) -> list[NDArray[np.int64]]:
+    def _count(self, epoch: int, num_windows: int) -> list[I64]:
         """Return the sums before and after each window that is counted, ``num_windows`` of them
         or more.
         """
@@ -169,7 +170,7 @@ class WindowedOrder(RegroupedOrder, ABC):
 class RegroupedEpoch(Epoch):
     """An epoch in packs or in buckets."""
 
-    def __init__(self, order: WindowedOrder, epoch: int, starts: NDArray[np.int64]) -> None:
+    def __init__(self, order: WindowedOrder, epoch: int, starts: I64) -> None:
         """Take the number of packs, or of batches, before each window, and last of all
         (num_windows + 1,).
         """
@@ -187,12 +188,12 @@ class RegroupedEpoch(Epoch):
         window = int(np.searchsorted(self._starts, place, side="right")) - 1
         return window, int(self._order_shown(window)[place - self._starts[window]])
 
-    def _shuffled(self, window: int) -> NDArray[np.int64]:
+    def _shuffled(self, window: int) -> I64:
         num = int(self._starts[window + 1] - self._starts[window])
         key = derive_key(f"order {self._order.use}s", self._order.seed, self._epoch, window)
         return KeyedPermutation(num, key)(np.arange(num))
 
-    def _grouped(self, window: int) -> tuple[Entries, NDArray[np.int64]]:
+    def _grouped(self, window: int) -> tuple[Entries, I64]:
         """Return the samples of a window, group by group, and where each begins among them, and the
         end.
 
@@ -203,11 +204,12 @@ class RegroupedEpoch(Epoch):
         entries = order.entries_of(self._in_order, window)
         groups, num = order.groups(entries)
         by_group = np.argsort(groups, kind="stable")
-        return joined([(entries, by_group)]), np.searchsorted(groups[by_group], np.arange(num + 1))
+        bounds = np.searchsorted(groups[by_group], np.arange(num + 1))
+        return joined([(entries, by_group)]), bounds
 
 
 def joined(
-    pieces: Sequence[tuple[Entries, NDArray[np.int64] | slice]],
+    pieces: Sequence[tuple[Entries, I64 | slice]],
 ) -> Entries:
     """Return some samples of several entries, one after the other, without flags."""
     chosen = [
@@ -223,10 +225,10 @@ class _Count(NamedTuple):
     """An epoch of samples, and the sums of what its first windows come to."""
 
     in_order: Epoch
-    sums: list[NDArray[np.int64]]
+    sums: list[I64]
 
 
-def costs_of(costs: Sequence[NDArray[np.integer]], entries: Entries) -> NDArray[np.int64]:
+def costs_of(costs: Sequence[NDArray[np.integer]], entries: Entries) -> I64:
     """Return the cost of each entry, given those of the samples of each dataset: int64, the
     shape of the entries.
     """
@@ -239,7 +241,7 @@ def costs_of(costs: Sequence[NDArray[np.integer]], entries: Entries) -> NDArray[
     return entry_costs
 
 
-def groups_of(costs: NDArray[np.int64], sizes: Sequence[int]) -> NDArray[np.int64]:
+def groups_of(costs: I64, sizes: Sequence[int]) -> I64:
     """Return the group of each row (int64, same shape as ``costs`` (n,)), of about one cost.
 
     Group g has at most ``sizes[g]`` rows, 1 or more.

@@ -17,16 +17,19 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Collection
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset as pads
-from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import OrderError
 from fuelrail.pipeline.format.attributes import no_attribute
+
+if TYPE_CHECKING:
+    from fuelrail.pipeline.dtypes import I64
+
 
 MAX_LENGTH: Final = 10_000
 """Longest expression [characters]."""
@@ -65,8 +68,8 @@ class Filter:
     """
 
     def __init__(self, text: str, names: Collection[str], owner: str = "") -> None:
-        shown = text if len(text) <= 200 else text[:200] + "..."
-        self._subject = f"{owner}filter {shown!r}"
+        excerpt = text if len(text) <= 200 else text[:200] + "..."
+        self._subject = f"{owner}filter {excerpt!r}"
         self._names = names
         self._column_names: dict[str, None] = {}
         if len(text) > MAX_LENGTH:
@@ -91,7 +94,7 @@ class Filter:
         """Columns that the expression names, in the order of their appearance."""
         return tuple(self._column_names)
 
-    def select(self, table: pa.Table, num_rows: int) -> NDArray[np.int64]:
+    def select(self, table: pa.Table, num_rows: int) -> I64:
         """Return rows of ``table`` (which has all of ``columns``) for which the expression holds:
         ascending int64.
 
@@ -114,7 +117,7 @@ class Filter:
             raise OrderError(
                 f"{self._subject} does not fit the attributes ({types}): {error}"
             ) from error
-        rows: NDArray[np.int64] = np.sort(matches[row].to_numpy())
+        rows: I64 = np.sort(matches[row].to_numpy())
         return rows
 
     def _refuse(self, node: ast.AST, reason: str) -> OrderError:
@@ -154,12 +157,18 @@ class Filter:
                 raise self._refuse(node, f"a condition is needed here, not {_describe(node)}")
 
     def _comparison(
-        self, left: ast.expr, operator: ast.cmpop, right: ast.expr, depth: int
+        self,
+        left: ast.expr,
+        operator: ast.cmpop,
+        right: ast.expr,
+        depth: int,
     ) -> pc.Expression:
         value = self._value(left, depth)
         match operator, right:
             case ((ast.Is() | ast.IsNot()), ast.Constant(value=None)):
-                return value.is_null() if isinstance(operator, ast.Is) else value.is_valid()
+                if isinstance(operator, ast.Is):
+                    return value.is_null()
+                return value.is_valid()
             case ((ast.Is() | ast.IsNot()), _):
                 raise self._refuse(right, "`is` goes with None only; compare with ==")
             case (
@@ -206,8 +215,8 @@ class Filter:
                 args=[subject, ast.Constant(value=str() as text)],
                 keywords=[],
             ) if name in _TEXT_FUNCTIONS:
-                found = self._text(node, text)
-                return _TEXT_FUNCTIONS[name](self._value(subject, depth), found)
+                function = _TEXT_FUNCTIONS[name]
+                return function(self._value(subject, depth), self._text(node, text))
             case ast.Call():
                 functions = "col('column'), " + ", ".join(
                     f"{name}(column, 'text')" for name in _TEXT_FUNCTIONS
@@ -246,7 +255,9 @@ class Filter:
                 operand=ast.Constant(value=(int() | float()) as value),
             ) if not isinstance(value, bool):
                 signed = -value if isinstance(sign, ast.USub) else value
-                return signed if isinstance(signed, float) else self._integer(node, signed)
+                if isinstance(signed, float):
+                    return signed
+                return self._integer(node, signed)
             case _:
                 raise self._refuse(
                     node,

@@ -37,6 +37,8 @@ from fuelrail.pipeline.settings import Positive, Settings, check_types, flag
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
+    from fuelrail.pipeline.dtypes import I64
+
 ORDER_VERSION: Final = 1
 """Increases when any order changes for the same arguments; a saved position is valid for one
 version only.
@@ -263,7 +265,7 @@ class CompiledOrder:
         spec: OrderSpec,
         identity: dict[str, Any],
         shard_lengths: Sequence[int],
-        selected: NDArray[np.int64] | None = None,
+        selected: I64 | None = None,
         sampling: SystematicSampling | None = None,
     ) -> None:
         """Take ``selected`` samples of the split, ascending, each once (None: all), and their
@@ -281,13 +283,11 @@ class CompiledOrder:
             self._selected = selected.astype(small)
         self.epoch_length = self.num_selected if sampling is None else sampling.length
 
-    def selected(self) -> NDArray[np.int64]:
+    def selected(self) -> I64:
         """Return the selected samples, ascending: int64 (num_selected,)."""
-        return (
-            np.arange(self.num_selected)
-            if self._selected is None
-            else self._selected.astype(np.int64)
-        )
+        if self._selected is None:
+            return np.arange(self.num_selected)
+        return self._selected.astype(np.int64)
 
     def epoch(self, epoch: int, /) -> MappedEpoch:
         """Return the order of one epoch: positions 0 ..
@@ -320,10 +320,10 @@ class _Sequential:
     def __len__(self) -> int:
         return self._num_samples
 
-    def __call__(self, positions: ArrayLike, /) -> NDArray[np.int64]:
+    def __call__(self, positions: ArrayLike, /) -> I64:
         return as_positions(positions, self._num_samples).copy()
 
-    def inverse(self, samples: ArrayLike, /) -> NDArray[np.int64]:
+    def inverse(self, samples: ArrayLike, /) -> I64:
         return as_positions(samples, self._num_samples, "sample").copy()
 
 
@@ -344,7 +344,13 @@ class _Windowed:
         "_window_starts",
     )
 
-    def __init__(self, shard_lengths: Sequence[int], window: int, seed: int, epoch: int) -> None:
+    def __init__(
+        self,
+        shard_lengths: Sequence[int],
+        window: int,
+        seed: int,
+        epoch: int,
+    ) -> None:
         stored = np.array(shard_lengths, dtype=np.int64)
         shards = KeyedPermutation(len(stored), derive_key("order windowed shards", seed, epoch))(
             np.arange(len(stored))
@@ -388,7 +394,7 @@ class _Windowed:
     def __len__(self) -> int:
         return self._num_samples
 
-    def __call__(self, positions: ArrayLike, /) -> NDArray[np.int64]:
+    def __call__(self, positions: ArrayLike, /) -> I64:
         places = as_positions(positions, self._num_samples)
         flat = places.reshape(-1)
         samples = np.empty_like(flat)
@@ -411,7 +417,7 @@ class _Windowed:
                     samples[first + places_of_window] = window(part[places_of_window])
         return samples.reshape(places.shape)
 
-    def inverse(self, samples: ArrayLike, /) -> NDArray[np.int64]:
+    def inverse(self, samples: ArrayLike, /) -> I64:
         numbers = as_positions(samples, self._num_samples, "sample")
         flat = numbers.reshape(-1)
         slot = self._slot_of[np.searchsorted(self._shard_starts, flat, side="right") - 1]
@@ -446,8 +452,8 @@ class _Window:
         self,
         permutation: KeyedPermutation,
         start: int,
-        starts: NDArray[np.int64],
-        offsets: NDArray[np.int64],
+        starts: I64,
+        offsets: I64,
     ) -> None:
         """Take the slots' first positions (``starts``, from 0), and ``offsets`` from there to
         stored samples.
@@ -460,13 +466,13 @@ class _Window:
         self._next_starts = np.append(starts[1:], n)
         self._shift = int((self._next_starts - starts).min()).bit_length() - 1
         num_runs = (n >> self._shift) + 1
-        self._guide: NDArray[np.int64] | None = None
+        self._guide: I64 | None = None
         if num_runs <= _MAX_RUNS:
             self._guide = (
                 np.searchsorted(starts, np.arange(num_runs) << self._shift, side="right") - 1
             )
 
-    def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    def __call__(self, positions: I64) -> I64:
         shuffled = self._permutation(positions - self._start)
         if self._guide is None:  # a slot that is very short beside the others
             slot = np.searchsorted(self._starts, shuffled, side="right") - 1
@@ -476,6 +482,6 @@ class _Window:
         shuffled += self._offsets.take(slot)
         return shuffled
 
-    def inverse(self, unshuffled: NDArray[np.int64]) -> NDArray[np.int64]:
+    def inverse(self, unshuffled: I64) -> I64:
         """Return positions of places in the epoch's slots laid end to end."""
         return self._permutation.inverse(unshuffled - self._start) + self._start

@@ -23,8 +23,9 @@ from fuelrail.pipeline.order.without import check_unseen, windows_without
 
 if TYPE_CHECKING:
     import pyarrow as pa
-    from numpy.typing import ArrayLike, NDArray
+    from numpy.typing import ArrayLike
 
+    from fuelrail.pipeline.dtypes import I64, Mask
     from fuelrail.pipeline.format.attributes import ClipTable
     from fuelrail.pipeline.order.batching import Batching, Cursor, Walk
     from fuelrail.pipeline.order.epoch import EndlessOrder, Epoch
@@ -78,7 +79,9 @@ class OrderedRows:
         tables: dict[str, Table] = {}
 
         def compile_one(
-            name: str, part_spec: OrderSpec, unknown: set[str] | None = None
+            name: str,
+            part_spec: OrderSpec,
+            unknown: set[str] | None = None,
         ) -> EndlessOrder:
             part_data = data if mix is None else data[name]  # type: ignore[index]
             table = tables[name] = Table(part_data, part_spec, blocks, window)
@@ -143,8 +146,8 @@ class OrderedRows:
     def _rows(
         self,
         in_order: Epoch,
-        positions: NDArray[np.int64],
-        is_first: NDArray[np.bool_],
+        positions: I64,
+        is_first: Mask,
     ) -> list[list[Any]]:
         """Return the batches of the rank at ``positions`` (batches, rank_batch); one batch only
         where they are packs.
@@ -255,9 +258,27 @@ class Table:
                 )
             self.identity += f", blocks {digest(np.array(self.lengths))}"
         self._num_rows = num_rows
-        self.clips = self._clip_table() if needs_clips(spec, window) or window is not None else None
-        if self.clips is not None:
-            self.identity += f", clips {digest(self.clips.keys, self.clips.samples)}"
+        self.clips: ClipTable | None = None
+        if window is None and not needs_clips(spec, window):
+            return
+        from fuelrail.pipeline.format.attributes import ClipTable
+
+        if "clip_id" not in self._columns:
+            raise OrderError(
+                "lanes and windows need a column 'clip_id': which clip, or episode, each row is of"
+            )
+        clip_ids = np.asarray(self._columns["clip_id"])
+        _, first, clip_index = np.unique(clip_ids, return_index=True, return_inverse=True)
+        number = np.argsort(np.argsort(first))[clip_index]  # clips in the order of their first row
+        if "frame" in self._columns:
+            frame = self._columns["frame"]
+        else:
+            by_clip = np.argsort(number, kind="stable")
+            starts = np.searchsorted(number[by_clip], number[by_clip])
+            frame = np.empty_like(by_clip)
+            frame[by_clip] = np.arange(num_rows) - starts
+        self.clips = ClipTable.build(number, frame)
+        self.identity += f", clips {digest(self.clips.keys, self.clips.samples)}"
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -271,30 +292,10 @@ class Table:
         """Return some columns; raise OrderError for others than there are."""
         import pyarrow as pa
 
-        if missing := [name for name in names if name not in self._columns]:
+        missing = [name for name in names if name not in self._columns]
+        if missing:
             raise OrderError(
                 f"data has no column {missing[0]!r}; it has: "
                 f"{', '.join(self._columns) or 'rows only'}"
             )
         return pa.table({name: self._columns[name] for name in names})
-
-    def _clip_table(self) -> ClipTable:
-        from fuelrail.pipeline.format.attributes import ClipTable
-
-        if "clip_id" not in self._columns:
-            raise OrderError(
-                "lanes and windows need a column 'clip_id': which clip, or episode, each row is of"
-            )
-        _, first, clip_index = np.unique(
-            np.asarray(self._columns["clip_id"]),
-            return_index=True,
-            return_inverse=True,
-        )
-        number = np.argsort(np.argsort(first))[clip_index]  # clips in the order of their first row
-        if "frame" in self._columns:
-            return ClipTable.build(number, self._columns["frame"])
-        by_clip = np.argsort(number, kind="stable")
-        starts = np.searchsorted(number[by_clip], number[by_clip])
-        frame = np.empty_like(by_clip)
-        frame[by_clip] = np.arange(len(by_clip)) - starts
-        return ClipTable.build(number, frame)

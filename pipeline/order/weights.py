@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from numpy.typing import ArrayLike, NDArray
 
+    from fuelrail.pipeline.dtypes import F64, I64, Mask
     from fuelrail.pipeline.order.mix import Mix
 
 MAX_POSITIONS: Final = 2**31
@@ -95,7 +96,7 @@ def compute_weights(
     weightings: Sequence[Weighting],
     table: pa.Table,
     files: Mapping[str, pa.Table] = MappingProxyType({}),
-) -> NDArray[np.float64]:
+) -> F64:
     """Return the product of some weightings for each row of ``table`` (with :func:`columns_of`
     them): float64 (n,).
 
@@ -165,7 +166,7 @@ def natural_length(weightings: Sequence[Weighting], table: pa.Table) -> int:
     return total // len(balances[0].classes) * len(balances[0].classes)
 
 
-def value_numbers(column: pa.ChunkedArray, values: Sequence[str]) -> NDArray[np.int64]:
+def value_numbers(column: pa.ChunkedArray, values: Sequence[str]) -> I64:
     """Return which of ``values``, as text, each row has: int64 (n,), -1 for any other and for
     null.
     """
@@ -181,17 +182,17 @@ def value_numbers(column: pa.ChunkedArray, values: Sequence[str]) -> NDArray[np.
         number_of_code.append(number_of_text.get(text, -1))
     unknown = len(number_of_code)
     number_of_code.append(-1)
-    numbers: NDArray[np.int64] = np.array(number_of_code)[
+    numbers: I64 = np.array(number_of_code)[
         codes.indices.fill_null(unknown).to_numpy(zero_copy_only=False)
     ]
     return numbers
 
 
-def _held(table: pa.Table, name: str) -> NDArray[np.bool_]:
+def _held(table: pa.Table, name: str) -> Mask:
     return _numbers(table[name], name, unknown=0.0) > 0
 
 
-def _numbers(column: pa.ChunkedArray, name: str, unknown: float = np.nan) -> NDArray[np.float64]:
+def _numbers(column: pa.ChunkedArray, name: str, unknown: float = np.nan) -> F64:
     """Return a numeric or boolean column as float64, ``unknown`` for null."""
     try:
         values = column.cast("double", safe=False).fill_null(unknown).to_numpy()
@@ -202,11 +203,11 @@ def _numbers(column: pa.ChunkedArray, name: str, unknown: float = np.nan) -> NDA
         raise OrderError(
             f"attribute {name!r} is {column.type}, and a weight needs a number"
         ) from error
-    numbers: NDArray[np.float64] = np.asarray(values, dtype=np.float64)
+    numbers: F64 = np.asarray(values, dtype=np.float64)
     return numbers
 
 
-def checked(weights: NDArray[np.float64], subject: str) -> NDArray[np.float64]:
+def checked(weights: F64, subject: str) -> F64:
     """Return ``weights`` if each is a finite number of 0 or more; raise OrderError naming the
     first that is not.
     """
@@ -240,11 +241,11 @@ class SystematicSampling:
         self.length = length
         bits = min(_TICK_BITS, _SUM_BITS - len(values).bit_length())
         ticks = np.rint(values / values.max() * 2.0**bits).astype(np.int64)
-        self._ends: NDArray[np.int64] = np.cumsum(ticks)
+        self._ends: I64 = np.cumsum(ticks)
         self._total = int(self._ends[-1])
         self._search = TickSearch(self._ends)
 
-    def expected_counts(self) -> NDArray[np.float64]:
+    def expected_counts(self) -> F64:
         """Return the copies of each sample in an epoch, averaged over all phases: float64 (n,)."""
         return np.diff(self._ends, prepend=0) * (self.length / self._total)
 
@@ -269,7 +270,7 @@ class SystematicSampling:
 class Part(NamedTuple):
     """Selected samples with an order of their own: all of them, or those of a value of a mix."""
 
-    rows: NDArray[np.int64] | None
+    rows: I64 | None
     """Their numbers within the split, ascending; None: all of it."""
     sampling: SystematicSampling | None
     """None: each comes once."""
@@ -280,7 +281,7 @@ def weigh_parts(
     mix: Mix | None,
     *,
     table: pa.Table,
-    rows: NDArray[np.int64] | None,
+    rows: I64 | None,
     files: Mapping[str, pa.Table],
     epoch_length: int | None,
 ) -> list[Part]:
@@ -321,7 +322,7 @@ class TickSearch:
 
     __slots__ = ("_guide", "_shift", "ends")
 
-    def __init__(self, ends: NDArray[np.int64]) -> None:
+    def __init__(self, ends: I64) -> None:
         """Take ``ends``, which ascend and end above 0; ticks are below the last one."""
         self.ends = ends
         last = int(ends[-1])
@@ -330,14 +331,13 @@ class TickSearch:
         runs = np.arange((last >> self._shift) + 1) << self._shift
         self._guide: NDArray[np.integer] = np.searchsorted(ends, runs, side="right").astype(small)
 
-    def __call__(self, ticks: NDArray[np.int64]) -> NDArray[np.int64]:
+    def __call__(self, ticks: I64) -> I64:
         """Return indices (int64, (n,)) of the first end above each of ``ticks`` (n,)."""
         indices = self._guide.take(ticks >> self._shift).astype(np.int64)
         for _ in range(_STEPS):
             indices += self.ends.take(indices) <= ticks
-        rest = np.flatnonzero(
-            self.ends.take(indices) <= ticks
-        )  # behind many samples of little weight
+        # Behind many samples of little weight.
+        rest = np.flatnonzero(self.ends.take(indices) <= ticks)
         if rest.size:
             indices[rest] = np.searchsorted(self.ends, ticks[rest], side="right")
         return indices
@@ -368,7 +368,7 @@ class SystematicEpoch:
     def __len__(self) -> int:
         return self._length
 
-    def __call__(self, copies: ArrayLike, /) -> NDArray[np.int64]:
+    def __call__(self, copies: ArrayLike, /) -> I64:
         """Return samples (int64, same shape) of ``copies`` (integers in [0, length)); raises
         OrderError for others.
         """

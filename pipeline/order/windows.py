@@ -26,8 +26,9 @@ from fuelrail.pipeline.settings import (
 )
 
 if TYPE_CHECKING:
-    from numpy.typing import ArrayLike, NDArray
+    from numpy.typing import ArrayLike
 
+    from fuelrail.pipeline.dtypes import I64, Mask
     from fuelrail.pipeline.format.attributes import ClipTable
 
 _MAX_REACH: Final = 2**30
@@ -83,7 +84,7 @@ class FrameWindow(Settings, frozen=True):
         return self.frames.index(0)
 
     @property
-    def offsets(self) -> NDArray[np.int64]:
+    def offsets(self) -> I64:
         """Offsets in frames, stride included: int64 (T,)."""
         return np.array(self.frames, dtype=np.int64) * self.stride
 
@@ -147,7 +148,9 @@ class ChannelWindow(Settings, frozen=True, kw_only=True):
     @property
     def reach_ns(self) -> int | None:
         """The greatest distance [ns] of a measurement that is used; None: any within the clip."""
-        return None if self.max_staleness_s is None else round(self.max_staleness_s * 1e9) + SAME_NS
+        if self.max_staleness_s is None:
+            return None
+        return round(self.max_staleness_s * 1e9) + SAME_NS
 
 
 class TimeWindow(Settings, frozen=True):
@@ -198,7 +201,7 @@ class TimeWindow(Settings, frozen=True):
         return self.images.offsets_ns
 
     @property
-    def offsets(self) -> NDArray[np.int64]:
+    def offsets(self) -> I64:
         """The offsets of the frames [ns]: int64 (T,)."""
         return np.array(self.frames, dtype=np.int64)
 
@@ -262,8 +265,8 @@ class WindowSamples(NamedTuple):
     own, to be left out.
     """
 
-    samples: NDArray[np.int64]
-    present: NDArray[np.bool_]
+    samples: I64
+    present: Mask
 
 
 class WindowLookup:
@@ -298,12 +301,14 @@ class WindowLookup:
         frames = clips.samples[np.where(present, places, 0)].astype(np.int64)
         return WindowSamples(np.where(present, frames, current[:, None]), present)
 
-    def without(self, samples: NDArray[np.int64]) -> WindowLookup:
+    def without(self, samples: I64) -> WindowLookup:
         """Return the lookup of clips without these samples; with ``pad="drop"`` nobody asks for
         what shows one.
         """
         is_whole = self.window.pad == "drop" or not len(samples)
-        return self if is_whole else window_lookup(self._clips.without(samples), self.window)
+        if is_whole:
+            return self
+        return window_lookup(self._clips.without(samples), self.window)
 
     def find(self, samples: ArrayLike) -> Occurrences:
         """Return the samples whose windows show ``samples`` (n,), stand-ins included: by sample,
@@ -321,21 +326,23 @@ class WindowLookup:
             window_samples.append(centres)
         return Occurrences(np.concatenate(indices), np.concatenate(window_samples))
 
-    def complete(self) -> NDArray[np.bool_]:
+    def complete(self) -> Mask:
         """Return which samples of the split have all their frames: bool (n,)."""
         n = len(self._clips)
         parts = [
             self(np.arange(low, min(low + _CHUNK, n))).present.all(axis=1)
             for low in range(0, n, _CHUNK)
         ]
-        return np.concatenate(parts) if parts else np.empty(0, dtype=bool)
+        if parts:
+            return np.concatenate(parts)
+        return np.empty(0, dtype=bool)
 
 
 def window_lookup(clips: ClipTable, window: Window) -> WindowLookup:
     """Return the map of samples to their windows; raise OrderError as `TimeLookup`."""
-    return (
-        TimeLookup(clips, window) if isinstance(window, TimeWindow) else WindowLookup(clips, window)
-    )
+    if isinstance(window, TimeWindow):
+        return TimeLookup(clips, window)
+    return WindowLookup(clips, window)
 
 
 class TimeLookup(WindowLookup):
@@ -410,10 +417,10 @@ class TimeLookup(WindowLookup):
 
     def _last_before(
         self,
-        times_ns: NDArray[np.int64],
-        first: NDArray[np.int64],
-        end: NDArray[np.int64],
-    ) -> NDArray[np.int64]:
+        times_ns: I64,
+        first: I64,
+        end: I64,
+    ) -> I64:
         """Return the rank of the last sample at or before each time, ``first`` - 1 where there
         is none: bisection.
         """

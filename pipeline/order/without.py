@@ -33,6 +33,7 @@ from fuelrail.pipeline.order.permutation import as_positions
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
+    from fuelrail.pipeline.dtypes import I64
     from fuelrail.pipeline.order.batching import Cursor
     from fuelrail.pipeline.order.epoch import EndlessOrder
     from fuelrail.pipeline.order.windows import WindowLookup
@@ -81,7 +82,7 @@ class ThinnedOrder:
         """Return the number of positions in an epoch."""
         return len(self.epoch(epoch))
 
-    def selected(self) -> NDArray[np.int64]:
+    def selected(self) -> I64:
         """Return the selected samples that are left, ascending: int64 (num_selected,)."""
         return np.setdiff1d(self.base.selected(), self.hidden[0], assume_unique=True)
 
@@ -118,11 +119,13 @@ class ThinnedEpoch(Epoch):
     def __len__(self) -> int:
         return len(self._base) - len(self._gone)
 
-    def __call__(self, positions: ArrayLike, /) -> NDArray[np.int64]:
+    def __call__(self, positions: ArrayLike, /) -> I64:
         """Return samples alone (int64, same shape; in packs as many as these hold) at
         ``positions``.
         """
-        return super().__call__(positions) if self._in_packs else self._base(self._below(positions))
+        if self._in_packs:
+            return super().__call__(positions)
+        return self._base(self._below(positions))
 
     def entries(self, positions: ArrayLike, /) -> Entries:
         """Return entries at ``positions``; raises OrderError for positions outside."""
@@ -152,7 +155,7 @@ class ThinnedEpoch(Epoch):
         positions = positions[mask]
         return Occurrences(indices, positions - np.searchsorted(self._gone, positions))
 
-    def _below(self, positions: ArrayLike) -> NDArray[np.int64]:
+    def _below(self, positions: ArrayLike) -> I64:
         """Return the positions in the whole order."""
         places = as_positions(positions, len(self))
         return places + np.searchsorted(self._shifts, places, side="right")
@@ -202,9 +205,8 @@ def check_unseen(
     showing = []
     for part, lookup in enumerate(windows_without(windows, before)):
         rows = np.setdiff1d(hidden_samples(order, part), hidden_samples(before, part))
-        if (
-            lookup is not None and lookup.window.pad != "drop"
-        ):  # else they have the samples whose windows show them
+        # Else they have the samples whose windows show them.
+        if lookup is not None and lookup.window.pad != "drop":
             rows = lookup.find(rows).positions
         showing.append(rows)
     for epoch in range(place.epoch + 1):

@@ -30,7 +30,8 @@ def connect_ray(ray: Any, address: str | None, num_cpus: int) -> bool:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a cluster of our own calls nobody
         quiet |= {"num_cpus": num_cpus, "include_dashboard": False}
     try:
-        if match := re.fullmatch(r"([^:/]+):([0-9]{1,5})", address or ""):
+        match = re.fullmatch(r"([^:/]+):([0-9]{1,5})", address or "")
+        if match:
             # Ray itself would wait for minutes.
             socket.create_connection((match[1], int(match[2])), _PROBE_S).close()
         ray.init(**quiet)

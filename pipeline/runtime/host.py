@@ -60,7 +60,9 @@ def memory_limit_bytes(cgroup: Path = _CGROUP) -> int | None:
     without a limit.
     """
     limit = _read(cgroup / "memory.max")
-    return None if limit in (None, "max") else int(limit)
+    if limit in (None, "max"):
+        return None
+    return int(limit)
 
 
 def free_memory_bytes(meminfo: Path = _MEMINFO) -> int:
@@ -77,11 +79,9 @@ def available_memory_bytes(cgroup: Path = _CGROUP, meminfo: Path = _MEMINFO) -> 
     """
     free = free_memory_bytes(meminfo)
     limit = memory_limit_bytes(cgroup)
-    return (
-        free
-        if limit is None
-        else min(free, max(0, limit - int(_read(cgroup / "memory.current") or 0)))
-    )
+    if limit is None:
+        return free
+    return min(free, max(0, limit - int(_read(cgroup / "memory.current") or 0)))
 
 
 def ranks_on_host() -> int:
@@ -89,7 +89,9 @@ def ranks_on_host() -> int:
     else 1.
     """
     stated = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return max(1, int(stated)) if stated.isdecimal() else 1
+    if stated.isdecimal():
+        return max(1, int(stated))
+    return 1
 
 
 def default_num_workers() -> int:
@@ -107,7 +109,6 @@ def default_memory_bytes() -> int:
 def _read(path: Path) -> str | None:
     try:
         return path.read_text(encoding="ascii").strip()
-    except (
-        OSError
-    ):  # not mounted, or not for us to see: then there is no limit that we could keep to
+    except OSError:
+        # Not mounted, or not for us to see: then there is no limit that we could keep to.
         return None

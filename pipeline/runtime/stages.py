@@ -89,7 +89,14 @@ class Observer(Protocol):
     stage name ``wait``.
     """
 
-    def __call__(self, stage: str, item: int, batch: int, begin_s: float, end_s: float) -> None:
+    def __call__(
+        self,
+        stage: str,
+        item: int,
+        batch: int,
+        begin_s: float,
+        end_s: float,
+    ) -> None:
         """Take note that one item went through one stage."""
 
 
@@ -393,7 +400,9 @@ def _run(crew: _Crew, number: int) -> None:
 
 
 def _take_group(
-    inbox: Source | Link, size: int | Callable[[Any], int], number: int
+    inbox: Source | Link,
+    size: int | Callable[[Any], int],
+    number: int,
 ) -> tuple[int, Any]:
     """Take group ``number``, of up to ``size`` items, with its number.
 
@@ -408,7 +417,9 @@ def _take_group(
         if isinstance(item, Failure):
             return number, item
         if item is END:
-            return (number, items) if items else (number, END)
+            if items:
+                return number, items
+            return number, END
         items.append(item)
     return number, items
 
@@ -439,11 +450,9 @@ def _observe(
     try:
         observer(stage, position, batch, begin_s, end_s)
     except BaseException as error:  # noqa: BLE001 - a thread that dies of it would leave the consumer waiting for ever
-        return (
-            item
-            if isinstance(item, Failure)
-            else _failure(f"the observer failed at stage '{stage}'", error)
-        )
+        if isinstance(item, Failure):
+            return item
+        return _failure(f"the observer failed at stage '{stage}'", error)
     return item
 
 

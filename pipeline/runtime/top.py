@@ -125,7 +125,8 @@ def digest(metrics: Sequence[Metric], time_s: float) -> Reading:
     if len(stages) > _MAX_STAGES:
         raise ValueError(f"{len(stages):,} stages; a loader has at most {_MAX_STAGES}")
     for stage in stages:
-        if lacks := [name for name in _OF_A_STAGE if (name, stage) not in values]:
+        lacks = [name for name in _OF_A_STAGE if (name, stage) not in values]
+        if lacks:
             raise ValueError(f"{', '.join(lacks)} lacks for stage '{shortened(stage)}'")
     rank = next((labels["rank"] for _, labels, _ in metrics if "rank" in labels), "?")
     return Reading(time_s, rank, values, stages)

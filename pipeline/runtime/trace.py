@@ -58,7 +58,14 @@ class TraceRecorder:
         self._wall_s = time.time()
         self._start_s = time.perf_counter()
 
-    def __call__(self, stage: str, item: int, batch: int, begin_s: float, end_s: float) -> None:
+    def __call__(
+        self,
+        stage: str,
+        item: int,
+        batch: int,
+        begin_s: float,
+        end_s: float,
+    ) -> None:
         """Take down one span; the signature of the stage runner's observers."""
         self._spans.append(
             Span(

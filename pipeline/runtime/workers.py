@@ -67,9 +67,8 @@ def in_processes(work: Callable[[A], B], items: Iterable[A], num_processes: int)
     process dies.
     """
     check_main_guard()
-    context = multiprocessing.get_context(
-        "spawn"
-    )  # a fork would have locks of threads that it lacks
+    # A fork would have locks of threads that it lacks.
+    context = multiprocessing.get_context("spawn")
     try:
         with ProcessPoolExecutor(num_processes, context, set_up_worker) as pool:
             yield from _in_order(pool, work, items, num_processes, starting=ctrl_c_waits)

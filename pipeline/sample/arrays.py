@@ -167,9 +167,10 @@ def _header(
     """Return length and header as the library writes them for these kinds of arrays, and the
     order of their data.
     """
+    # Imported here, for orders need no arrays of samples.
     from safetensors.numpy import (
         save,
-    )  # here, for orders need no arrays of samples
+    )
 
     document = bytes(save({name: np.zeros(shape, dtype) for name, dtype, shape in specs}))
     end = 8 + int.from_bytes(document[:8], "little")
@@ -255,7 +256,9 @@ def read_layout(data: Buffer) -> TensorLayout:
     if not header_bytes <= min(len(view) - 8, _MAX_HEADER_BYTES):
         raise SchemaError(f"safetensors header of {header_bytes} bytes in a buffer of {len(view)}")
     header = bytes(view[8 : 8 + header_bytes])
-    return _known_layout(header) if header_bytes <= _MAX_KNOWN_HEADER_BYTES else _parse(header)
+    if header_bytes <= _MAX_KNOWN_HEADER_BYTES:
+        return _known_layout(header)
+    return _parse(header)
 
 
 def _parse(header: bytes) -> TensorLayout:
@@ -265,7 +268,8 @@ def _parse(header: bytes) -> TensorLayout:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         fault = explain(error, header, dict[str, _Entry])
         raise SchemaError(f"safetensors header: {fault}") from error
-    if (twice := repeated_key(header, entries)) is not None:
+    twice = repeated_key(header, entries)
+    if twice is not None:
         raise SchemaError(f"safetensors header: '{shortened(twice)}' occurs twice")
     position = 0
     for begin, end in sorted(entry.data_offsets for entry in entries.values()):

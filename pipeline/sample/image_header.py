@@ -290,7 +290,9 @@ def _exif_orientation(tiff: bytes) -> int:
         for entry in range(min(num_entries, 64)):
             tag, _, _, value = struct.unpack_from(order + "HHIH", tiff, start + 2 + 12 * entry)
             if tag == 0x0112:
-                return int(value) if 1 <= value <= 8 else 1
+                if 1 <= value <= 8:
+                    return int(value)
+                return 1
     except struct.error:
         return 1
     return 1
@@ -356,14 +358,15 @@ def jpeg_length(encoded: Buffer) -> int | None:
 def png_length(encoded: Buffer) -> int | None:
     """Return the bytes of a PNG up to the end of its IEND chunk; None where there is none."""
     position = len(_PNG_SIGNATURE)
+    length: int
     while position + 12 <= len(encoded):
         (length,) = struct.unpack_from(">I", encoded, position)
         name = bytes(encoded[position + 4 : position + 8])
         position += 12 + length
         if name == b"IEND":
-            return (
-                position if bytes(encoded[position - 8 : position]) == b"IEND\xaeB`\x82" else None
-            )
+            if bytes(encoded[position - 8 : position]) == b"IEND\xaeB`\x82":
+                return position
+            return None
     return None
 
 

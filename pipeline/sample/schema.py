@@ -27,6 +27,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from fuelrail.pipeline.dtypes import F32 as F32  # noqa: TC001 - `_specs` evaluates all of these
+from fuelrail.pipeline.dtypes import F64 as F64  # noqa: TC001
+from fuelrail.pipeline.dtypes import I32, U8  # noqa: TC001
+from fuelrail.pipeline.dtypes import I64 as I64  # noqa: TC001
+from fuelrail.pipeline.dtypes import Mask as Mask
 from fuelrail.pipeline.errors import MemberError, SchemaError
 from fuelrail.pipeline.rigid import homogeneous, invert_rigid, rotation_matrices
 from fuelrail.pipeline.sample.arrays import (
@@ -56,11 +61,6 @@ Int64: TypeAlias = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 """An integer as index and arrays can hold it."""
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
 """A number of frames or of pixels, from 0."""
-
-F64: TypeAlias = NDArray[np.float64]
-F32: TypeAlias = NDArray[np.float32]
-I64: TypeAlias = NDArray[np.int64]
-Mask: TypeAlias = NDArray[np.bool_]
 
 _MOST_FITTING: Final = 1024
 _fitting: set[tuple[type, tuple[tuple[np.dtype[Any], tuple[int, ...]], ...]]] = set()
@@ -126,11 +126,9 @@ class Geometry:
     together: the fields and the derived matrices then have leading axes, such as [B] or [B, T].
     """
 
-    cam_valid: Annotated[NDArray[np.uint8], "u1", "N"]  #: 1 where the image member exists
-    cam_timestamp_ns: Annotated[
-        NDArray[np.int64], "i8", "N"
-    ]  #: mid-exposure if known, else trigger
-    img_wh: Annotated[NDArray[np.int32], "i4", "N", 2]  #: stored image (width, height) [px]
+    cam_valid: Annotated[U8, "u1", "N"]  #: 1 where the image member exists
+    cam_timestamp_ns: Annotated[I64, "i8", "N"]  #: mid-exposure if known, else trigger
+    img_wh: Annotated[I32, "i4", "N", 2]  #: stored image (width, height) [px]
     intrinsics: Annotated[F64, "f8", "N", 3, 3]  #: K of the stored image
     dist: Annotated[
         F64, "f8", "N", NUM_DIST
@@ -140,7 +138,7 @@ class Geometry:
     ego2global: Annotated[F64, "f8", 4, 4]  #: ego pose at the sample's timestamp_ns
     lidar2ego: Annotated[F64, "f8", "L", 4, 4]
     lidar_ego2global: Annotated[F64, "f8", "L", 4, 4]  #: ego pose at lidar_timestamp_ns
-    lidar_timestamp_ns: Annotated[NDArray[np.int64], "i8", "L"]
+    lidar_timestamp_ns: Annotated[I64, "i8", "L"]
     ego_velocity: Annotated[F64, "f8", 3]  #: [m/s] over ground, ego axes, NaN unknown
     ego_accel: Annotated[F64, "f8", 3]  #: [m/s^2] ego axes, NaN unknown
     ego_rates: Annotated[F64, "f8", 3]  #: [rad/s] ego axes, NaN unknown
@@ -158,7 +156,9 @@ class Geometry:
             if name.startswith("lidar"):
                 values = [value[:num_lidars] for value in values]
             array = np.array(values)
-            return array.reshape(*leading, *array.shape[1:]) if leading else array
+            if leading:
+                return array.reshape(*leading, *array.shape[1:])
+            return array
 
         return cls(**{name: stacked(name) for name, _, _ in ARRAYS[cls]})
 
@@ -241,14 +241,14 @@ class Boxes:
     label: Annotated[
         NDArray[np.int16], "i2", "M"
     ]  #: index into the manifest's classes, -1 outside them
-    instance_id: Annotated[NDArray[np.int64], "i8", "M"]  #: stable hash of the source's track id
-    num_lidar_pts: Annotated[NDArray[np.int32], "i4", "M"]  #: -1 unknown
-    num_radar_pts: Annotated[NDArray[np.int32], "i4", "M"]  #: -1 unknown
+    instance_id: Annotated[I64, "i8", "M"]  #: stable hash of the source's track id
+    num_lidar_pts: Annotated[I32, "i4", "M"]  #: -1 unknown
+    num_radar_pts: Annotated[I32, "i4", "M"]  #: -1 unknown
     visibility: Annotated[NDArray[np.int8], "i1", "M"]  #: 1 to 4 as in nuScenes, -1 unknown
     attribute: Annotated[
         NDArray[np.int16], "i2", "M"
     ]  #: index into the manifest's attributes, -1 none
-    valid: Annotated[NDArray[np.uint8], "u1", "M"]  #: lidar + radar points > 0, or unknown
+    valid: Annotated[U8, "u1", "M"]  #: lidar + radar points > 0, or unknown
 
     def corners(self) -> F32:
         """Return the corners in ego, (M, 8, 3), as `box_corners` orders them."""
@@ -263,8 +263,8 @@ class Sweeps:
     Each is as it was measured, in the lidar's frame at its own time: nothing is moved or left out.
     """
 
-    num_points: Annotated[NDArray[np.int64], "i8", "S"]  #: of each sweep; together P
-    timestamp_ns: Annotated[NDArray[np.int64], "i8", "S"]
+    num_points: Annotated[I64, "i8", "S"]  #: of each sweep; together P
+    timestamp_ns: Annotated[I64, "i8", "S"]
     lidar2global: Annotated[F64, "f8", "S", 4, 4]  #: each at its own time
     points: Annotated[
         F32, "f4", "P", "C"
@@ -454,9 +454,9 @@ def lidar_channel(name: str) -> str:
     """Return channel of a lidar's member: ``lidar_top`` of ``lidar_top.npy`` and
     ``lidar_top_sweeps.safetensors``.
     """
-    return (
-        name.removesuffix(SWEEPS_FIELD) if name.endswith(SWEEPS_FIELD) else name.partition(".")[0]
-    )
+    if name.endswith(SWEEPS_FIELD):
+        return name.removesuffix(SWEEPS_FIELD)
+    return name.partition(".")[0]
 
 
 def decode_sweeps(data: Buffer) -> Sweeps:
@@ -486,7 +486,9 @@ def decode_member(name: str, data: Buffer) -> Any:
         return decode_sweeps(data)
     is_user = name.startswith("x_")
     is_points = name.endswith(f".{POINTS_EXTENSION}")
-    return decode_points(data) if is_points and not is_user else bytes(data)
+    if is_points and not is_user:
+        return decode_points(data)
+    return bytes(data)
 
 
 def decode_sample(key: str, members: Mapping[str, Buffer], fields: Collection[str] = ()) -> Sample:

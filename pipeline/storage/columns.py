@@ -16,11 +16,15 @@ import os
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import IO, Any, Final
+from typing import IO, TYPE_CHECKING, Any, Final
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import DTypeLike, NDArray
+
+if TYPE_CHECKING:
+    from fuelrail.pipeline.dtypes import I64
+
 
 _ROWS_BETWEEN: Final = 1 << 15
 ROWS_AT_ONCE: Final = 1 << 16
@@ -75,7 +79,7 @@ class Disk:
                 writer.write(part)
         return pa.ipc.open_file(pa.py_buffer(self.map(file))).read_all()
 
-    def take(self, table: pa.Table, rows: NDArray[np.int64]) -> pa.Table:
+    def take(self, table: pa.Table, rows: I64) -> pa.Table:
         """Copy rows of a :meth:`table`, batch by batch: Arrow's own ``take`` would copy whole
         columns first.
         """
@@ -143,9 +147,8 @@ class Column:
         self._length = 0
 
     def __del__(self) -> None:
-        with contextlib.suppress(
-            AttributeError, OSError
-        ):  # there was no place for the file, or is none for its rest
+        # There was no place for the file, or is none for its rest.
+        with contextlib.suppress(AttributeError, OSError):
             self._file.close()  # of a column that was not read
 
     def __len__(self) -> int:
@@ -179,9 +182,8 @@ class Texts:
         """Add texts."""
         joined = "".join(texts)
         utf8 = joined.encode()
-        counted = (
-            texts if len(utf8) == len(joined) else [text.encode() for text in texts]
-        )  # mostly a letter is a byte
+        # Mostly a letter is a byte.
+        counted = texts if len(utf8) == len(joined) else [text.encode() for text in texts]
         self._ends.append(
             np.cumsum(np.fromiter(map(len, counted), np.int64, len(texts))) + len(self._utf8)
         )
@@ -191,12 +193,12 @@ class Texts:
         first, end = self._ends.values[row : row + 2].tolist()
         return str(self._utf8.values.data[first:end], "utf-8")
 
-    def num_bytes(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    def num_bytes(self, rows: I64) -> I64:
         """Return the bytes that the texts of some rows have."""
-        ends: NDArray[np.int64] = self._ends.values
+        ends: I64 = self._ends.values
         return np.asarray(ends[rows + 1] - ends[rows])
 
-    def take(self, rows: NDArray[np.int64]) -> list[str]:
+    def take(self, rows: I64) -> list[str]:
         """Return the texts of some rows, in that order."""
         ends = self._ends.values
         utf8 = self._utf8.values.data

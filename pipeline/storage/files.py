@@ -63,9 +63,8 @@ def open_descriptor(path: str | os.PathLike[str]) -> int:
         place = Path(path)
         target = Path(os.path.realpath(place))
         folder = Path(os.path.realpath(place.parent))
-        if (
-            folder not in target.parents or target.is_symlink()
-        ):  # a link that leads to itself stays one
+        # A link that leads to itself stays one.
+        if folder not in target.parents or target.is_symlink():
             reason = (
                 "it is a link that leads out of the dataset's folder, or nowhere; put the file "
                 "itself there"
@@ -128,7 +127,8 @@ def read_regular(path: str | os.PathLike[str], limit: Limit) -> bytes:
     """Return the whole of a regular file that a user named, within a limit; raises OSError."""
     with open_regular(path) as file:
         data = file.read(limit.maximum + 1)
-    if (text := limit.broken(len(data))) is not None:
+    text = limit.broken(len(data))
+    if text is not None:
         raise OSError(errno.EFBIG, f"it {text}", str(path))
     return data
 
@@ -227,7 +227,10 @@ def save_npy(path: Path, array: NDArray[Any]) -> None:
 
 @contextlib.contextmanager
 def published(
-    path: Path, temporary: Path | None = None, *, sync: bool = True
+    path: Path,
+    temporary: Path | None = None,
+    *,
+    sync: bool = True,
 ) -> Iterator[BinaryIO]:
     """Write a file under another name, in the folder ``temporary`` (default: its own), and rename
     it at the end.
@@ -245,9 +248,8 @@ def published(
                 os.fsync(file.fileno())
         part.replace(path)
     except BaseException:
-        with contextlib.suppress(
-            OSError
-        ):  # a file system that became read-only says so by the first error
+        # A file system that became read-only says so by the first error.
+        with contextlib.suppress(OSError):
             part.unlink()
         raise
     if sync:

@@ -65,9 +65,8 @@ def filesystem(url: str, storage_options: Mapping[str, Any] | None = None) -> tu
     Raises ConfigError where the protocol is unknown, its library is not installed, an option is
     wrong, the URL has a query, or a host that the file system connects to at once does not answer.
     """
-    with needs(
-        f"'{shown_url(url)}'", "fsspec"
-    ):  # a base requirement; but a trimmed environment may lack it
+    # A base requirement; but a trimmed environment may lack it.
+    with needs(f"'{shown_url(url)}'", "fsspec"):
         import fsspec
     protocol = url.partition("://")[0]
     if protocol in ("http", "https") and "?" in url:

@@ -54,7 +54,8 @@ def read_named_columns(file: str, names: Sequence[str]) -> pa.Table:
     _check_columns(schema, names)
     texts = [name for name in names if is_text(schema.field(name).type)]
     with pq.ParquetFile(file, read_dictionary=texts) as parquet:
-        if (growing := growing_column(parquet.metadata, names)) is not None:
+        growing = growing_column(parquet.metadata, names)
+        if growing is not None:
             raise TableError(f"its column {growing!r} has the encoding {_GROWING}; write it plain")
         # Before dictionaries are expanded: a number a row, and what is stored.
         num_bytes = parquet.metadata.num_rows * _NUMBER_BYTES * len(names)
@@ -110,5 +111,6 @@ def _check_columns(schema: pa.Schema, names: Sequence[str]) -> None:
 
 
 def _check_size(num_bytes: int) -> None:
-    if (text := NAMES.broken(num_bytes)) is not None:
+    text = NAMES.broken(num_bytes)
+    if text is not None:
         raise TableError(f"it {text}")

@@ -138,7 +138,14 @@ class Fault(NamedTuple):
 
 def fault_of(error: BaseException, storage_options: Mapping[str, Any] | None = None) -> Fault:
     """Classify an exception of any storage library."""
-    code = _code(error)
+    match = _CODE_IN_TEXT.search(str(error))
+    code = match[1] if match else ""
+    for cause in (error.__cause__, error):  # that of the error itself counts most
+        response = getattr(cause, "response", None)
+        details = response.get("Error") if isinstance(response, dict) else None
+        stated = details.get("Code") if isinstance(details, dict) else None
+        if isinstance(stated, str) and stated.isalnum() and not stated.isdigit():
+            code = stated
     text = " ".join(str(error).split())
     text = f"{type(error).__name__}: {text}" if text else type(error).__name__
     if len(text) > _MAX_TEXT:
@@ -150,20 +157,6 @@ def fault_of(error: BaseException, storage_options: Mapping[str, Any] | None = N
         text=redacted(text, storage_options),
         code=code,
     )
-
-
-def _code(error: BaseException) -> str:
-    """Return the code that the storage answered with: of an error or its cause, or in the text
-    of its answer.
-    """
-    for raised in (error, error.__cause__):
-        response = getattr(raised, "response", None)
-        details = response.get("Error") if isinstance(response, dict) else None
-        code = details.get("Code") if isinstance(details, dict) else None
-        if isinstance(code, str) and code.isalnum() and not code.isdigit():
-            return code
-    match = _CODE_IN_TEXT.search(str(error))
-    return match[1] if match else ""
 
 
 def _kind(error: BaseException) -> FaultKind:
@@ -199,9 +192,8 @@ def _status(error: BaseException) -> int | None:
     library uses.
     """
     for cause in (error, error.__cause__):
-        response = getattr(
-            cause, "response", None
-        )  # botocore's ClientError, which s3fs's OSErrors have as a cause
+        # Botocore's ClientError, which s3fs's OSErrors have as a cause.
+        response = getattr(cause, "response", None)
         stated = (
             response.get("ResponseMetadata", {}).get("HTTPStatusCode")
             if isinstance(response, dict)
@@ -237,14 +229,14 @@ def _strings(value: object) -> set[str]:
     help to find mistakes.
     """
     if isinstance(value, str):
-        return {value} if len(value) >= 4 and "://" not in value else set()
+        if len(value) >= 4 and "://" not in value:
+            return {value}
+        return set()
     if isinstance(value, dict):
         value = list(value.values())
-    return (
-        {text for item in value for text in _strings(item)}
-        if isinstance(value, list | tuple)
-        else set()
-    )
+    if isinstance(value, list | tuple):
+        return {text for item in value for text in _strings(item)}
+    return set()
 
 
 def read_checked(read: Callable[[], bytes], check: Callable[[bytes], T], policy: RetryPolicy) -> T:

@@ -19,11 +19,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.rigid import move_points
@@ -39,6 +38,10 @@ from fuelrail.pipeline.transforms.randomness import (
     uniforms,
     within,
 )
+
+if TYPE_CHECKING:
+    from fuelrail.pipeline.dtypes import F32, F64
+
 
 STREAM = "bev-augment"
 """Name of the random stream; its columns are rotation, scale, flip x, flip y, then six for the
@@ -73,7 +76,7 @@ class BevMap:
     translation_m: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
     @property
-    def matrix(self) -> NDArray[np.float64]:
+    def matrix(self) -> F64:
         """B, float64 (4, 4): ego to augmented ego; read-only where it is the identity."""
         if self is IDENTITY:
             return _EYE
@@ -91,7 +94,7 @@ class BevMap:
         return matrix
 
     @property
-    def inverse(self) -> NDArray[np.float64]:
+    def inverse(self) -> F64:
         """B^-1, float64 (4, 4): augmented ego to ego; read-only where it is the identity."""
         if self is IDENTITY:
             return _EYE
@@ -101,7 +104,7 @@ class BevMap:
         inverse[:3, 3] = -inverse[:3, :3] @ matrix[:3, 3]
         return inverse
 
-    def boxes3d(self, boxes3d: NDArray[np.float32]) -> NDArray[np.float32]:
+    def boxes3d(self, boxes3d: F32) -> F32:
         """Return float32 (M, 7) boxes x y z l w h yaw, ego to augmented ego; yaw in [-pi, pi).
 
         A copy.
@@ -115,17 +118,17 @@ class BevMap:
         boxes[:, 6] = self.yaws(boxes[:, 6])
         return boxes.astype(np.float32)
 
-    def yaws(self, yaws: NDArray[np.float64]) -> NDArray[np.float64]:
+    def yaws(self, yaws: F64) -> F64:
         """Return headings (any shape), radians about z from +x, in augmented ego axes; in [-pi,
         pi).
         """
         yaw = yaws + self.rotation_rad
         yaw = math.pi - yaw if self.flip_x else yaw
         yaw = -yaw if self.flip_y else yaw
-        wrapped: NDArray[np.float64] = (yaw + math.pi) % (2 * math.pi) - math.pi
+        wrapped: F64 = (yaw + math.pi) % (2 * math.pi) - math.pi
         return wrapped
 
-    def rotations(self, rotation_wxyz: NDArray[np.float64]) -> NDArray[np.float64]:
+    def rotations(self, rotation_wxyz: F64) -> F64:
         """Return unit quaternions (..., 4) of bodies in augmented ego axes, box to ego; a copy.
 
         A mirrored body has its own left and right exchanged, so that its rotation stays one: with
@@ -136,11 +139,11 @@ class BevMap:
         q = _turn_about_z(self.rotation_rad, q)
         if self.flip_x != self.flip_y:
             q = q * (1.0, -1.0, 1.0, -1.0)
-        return _turn_about_z(math.pi, q) if self.flip_x else q
+        if self.flip_x:
+            return _turn_about_z(math.pi, q)
+        return q
 
-    def in_frame(
-        self, frame2ego: NDArray[np.float64]
-    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    def in_frame(self, frame2ego: F64) -> tuple[F64, F64]:
         """Return B as a sensor's frame sees it, F^-1 B F: a linear map (3, 3) and a shift (3,),
         float64.
 
@@ -152,15 +155,13 @@ class BevMap:
         linear = rotation.T @ matrix[:3, :3] @ rotation
         return linear, rotation.T @ (matrix[:3, :3] @ place + matrix[:3, 3] - place)
 
-    def vectors(self, vectors: NDArray[np.float32]) -> NDArray[np.float32]:
+    def vectors(self, vectors: F32) -> F32:
         """Return float32 (M, 3) velocities in augmented ego axes; NaN stays NaN. A copy."""
         if self == IDENTITY:
             return vectors.copy()
         return (vectors.astype(np.float64) @ self.matrix[:3, :3].T).astype(np.float32)
 
-    def points(
-        self, points: NDArray[np.float32], lidar2ego: NDArray[np.float64]
-    ) -> NDArray[np.float32]:
+    def points(self, points: F32, lidar2ego: F64) -> F32:
         """Return float32 (P, C) points in the lidar's frame, moved as ego is; columns after x, y, z
         are copied.
 
@@ -174,7 +175,7 @@ class BevMap:
         return moved
 
 
-def _turn_about_z(angle_rad: float, q: NDArray[np.float64]) -> NDArray[np.float64]:
+def _turn_about_z(angle_rad: float, q: F64) -> F64:
     """Return quaternions (..., 4) w, x, y, z, turned by an angle about the fixed z axis."""
     c = math.cos(angle_rad / 2)
     s = math.sin(angle_rad / 2)

@@ -185,10 +185,34 @@ class ImageAugment(Settings, frozen=True):
         ).tolist()
         if is_shared:
             draws *= count
-        return [
-            self._train(int(wh[0]), int(wh[1]), draw)
-            for wh, draw in zip(img_wh, draws, strict=True)
-        ]
+        maps = []
+        for wh, draw in zip(img_wh, draws, strict=True):
+            width, height = (int(side) for side in wh)
+            if width < 1 or height < 1:
+                maps.append(ImageMap.identity((self.width, self.height)))
+                continue
+            u_resize, u_x, u_y, u_flip, u_rotate = draw
+            factors, size = self._base(width, height)
+            factor = None
+            if self.resize_range is not None:
+                factor = within(self.resize_range, u_resize)
+            elif self.resize_jitter is not None:
+                factor = max(_MIN_FACTOR, factors[0] + within(self.resize_jitter, u_resize))
+            if factor is not None:
+                factors = (factor, factor)
+                size = (int(width * factor), int(height * factor))
+            size = _at_least_1(size)
+            left_top = self._crop(size, within(self.crop_bottom, u_y), u_x, u_y)
+            image_map = self._map(
+                (width, height),
+                factors,
+                size,
+                left_top,
+                flip=u_flip < self.flip_prob,
+                degrees=within(self.rotate_deg, u_rotate),
+            )
+            maps.append(image_map)
+        return maps
 
     def _base(self, width: int, height: int) -> tuple[tuple[float, float], tuple[int, int]]:
         """Return the factors of width and height without randomness, and the (width, height) that
@@ -225,32 +249,13 @@ class ImageAugment(Settings, frozen=True):
         left_top = self._crop(size, (self.crop_bottom[0] + self.crop_bottom[1]) / 2, 0.5, 0.5)
         return self._map((width, height), factors, size, left_top, flip=False, degrees=0.0)
 
-    def _train(self, width: int, height: int, draw: list[float]) -> ImageMap:
-        if width < 1 or height < 1:
-            return ImageMap.identity((self.width, self.height))
-        u_resize, u_x, u_y, u_flip, u_rotate = draw
-        factors, size = self._base(width, height)
-        drawn = None
-        if self.resize_range is not None:
-            drawn = within(self.resize_range, u_resize)
-        elif self.resize_jitter is not None:
-            drawn = max(_MIN_FACTOR, factors[0] + within(self.resize_jitter, u_resize))
-        if drawn is not None:
-            factors = (drawn, drawn)
-            size = (int(width * drawn), int(height * drawn))
-        size = _at_least_1(size)
-        left_top = self._crop(size, within(self.crop_bottom, u_y), u_x, u_y)
-        degrees = within(self.rotate_deg, u_rotate)
-        return self._map(
-            (width, height),
-            factors,
-            size,
-            left_top,
-            flip=u_flip < self.flip_prob,
-            degrees=degrees,
-        )
-
-    def _crop(self, size: tuple[int, int], share: float, u_x: float, u_y: float) -> tuple[int, int]:
+    def _crop(
+        self,
+        size: tuple[int, int],
+        share: float,
+        u_x: float,
+        u_y: float,
+    ) -> tuple[int, int]:
         """Return left and top of the final size in a resized one; ``share`` of its height is
         left out below.
         """

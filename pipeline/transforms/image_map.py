@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.dtypes import F64, I64
     from fuelrail.pipeline.transforms.lens import Lens
 
 Coefficients: TypeAlias = tuple[float, float, float, float, float, float]
@@ -108,7 +108,13 @@ class ImageMap:
             self.visible,
         )
 
-    def crop(self, left: int, top: int, width: int, height: int) -> ImageMap:
+    def crop(
+        self,
+        left: int,
+        top: int,
+        width: int,
+        height: int,
+    ) -> ImageMap:
         """Take the rectangle of the current canvas; what is outside of the canvas becomes black
         padding.
         """
@@ -140,9 +146,11 @@ class ImageMap:
             return self
         quarters, rest = divmod(degrees, 90.0)
         # Exact for quarter turns, so that half a turn keeps rows rows: cos(radians(90)) is 6e-17.
-        cos, sin = (
-            (math.cos(math.radians(rest)), math.sin(math.radians(rest))) if rest else (1.0, 0.0)
-        )
+        cos = 1.0
+        sin = 0.0
+        if rest:
+            cos = math.cos(math.radians(rest))
+            sin = math.sin(math.radians(rest))
         for _ in range(int(quarters) % 4):
             cos, sin = -sin, cos
         cx = self.out_wh[0] / 2
@@ -191,7 +199,7 @@ class ImageMap:
         )
 
     @property
-    def matrix(self) -> NDArray[np.float64]:
+    def matrix(self) -> F64:
         """The edge-origin map as float64 (2, 3)."""
         return np.array(self.coefficients).reshape(2, 3)
 
@@ -224,11 +232,11 @@ class ImageMap:
         a, b, tx, c, d, ty = self.coefficients
         return a, b, (a + b) / 2 + tx - 0.5, c, d, (c + d) / 2 + ty - 0.5
 
-    def centre_matrix(self) -> NDArray[np.float64]:
+    def centre_matrix(self) -> F64:
         """Return M, float64 (3, 3): centre-origin source pixel (u, v, 1) to output pixel."""
         return np.array((*self.centre_coefficients(), 0.0, 0.0, 1.0)).reshape(3, 3)
 
-    def ida_mat(self) -> NDArray[np.float64]:
+    def ida_mat(self) -> F64:
         """Return M as float64 (4, 4) for projections: (u d, v d, d, 1), d the depth, source to
         output image.
         """
@@ -259,11 +267,13 @@ class ImageMap:
             return 0, 0, 0, 0
         x0, x1 = _covered(a, offset=tx, low=left, high=right, size=self.out_wh[0])
         y0, y1 = _covered(d, offset=ty, low=top, high=bottom, size=self.out_wh[1])
-        return (x0, y0, x1, y1) if x0 < x1 and y0 < y1 else (0, 0, 0, 0)
+        if x0 < x1 and y0 < y1:
+            return x0, y0, x1, y1
+        return 0, 0, 0, 0
 
     def visible_columns(
         self,
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
+    ) -> tuple[I64, I64] | None:
         """Return (first, last + 1) output columns whose centre sees the source, int64 (height,)
         each, for any map.
 
@@ -274,13 +284,15 @@ class ImageMap:
         left, top, right, bottom = self.visible
         if left >= right or top >= bottom:  # crops beyond each other
             return np.full(height, width), np.zeros(height, np.int64)
-        corners = [(u, v) for u in (0.5, width - 0.5) for v in (0.5, height - 0.5)]
-        if all(
-            left <= a * u + b * v + tx <= right and top <= c * u + d * v + ty <= bottom
-            for u, v in corners
-        ):
+        are_corners_seen = True
+        for u in (0.5, width - 0.5):
+            for v in (0.5, height - 0.5):
+                x = a * u + b * v + tx
+                y = c * u + d * v + ty
+                are_corners_seen &= left <= x <= right and top <= y <= bottom
+        if are_corners_seen:
             return None
-        v = np.arange(height) + 0.5
+        rows = np.arange(height) + 0.5
         first = np.full(height, 0.5)
         last = np.full(height, width - 0.5)
         for along, across, offset, low, high in (
@@ -288,15 +300,15 @@ class ImageMap:
             (c, d, ty, top, bottom),
         ):
             along = along if abs(along) > 1e-30 else 1e-30  # parallel to the border: all or nothing
-            at_low = (low - offset - across * v) / along
-            at_high = (high - offset - across * v) / along
+            at_low = (low - offset - across * rows) / along
+            at_high = (high - offset - across * rows) / along
             first = np.maximum(first, np.minimum(at_low, at_high))
             last = np.minimum(last, np.maximum(at_low, at_high))
         first = np.clip(first, 0.0, width)
         last = np.clip(last, -1.0, width - 0.5)
-        return np.ceil(first - 0.5 - _FUZZ).astype(np.int64), np.floor(last - 0.5 + _FUZZ).astype(
-            np.int64
-        ) + 1
+        first_column = np.ceil(first - 0.5 - _FUZZ).astype(np.int64)
+        last_column = np.floor(last - 0.5 + _FUZZ).astype(np.int64)
+        return first_column, last_column + 1
 
     def source_roi(self, support_px: float = 1.0) -> tuple[int, int, int, int]:
         """Return (left, top, right, bottom): whole source pixels that the output samples, within
@@ -319,7 +331,7 @@ class ImageMap:
         )
 
 
-def ida_mats(maps: Sequence[ImageMap]) -> NDArray[np.float64]:
+def ida_mats(maps: Sequence[ImageMap]) -> F64:
     """Return the `ImageMap.ida_mat` of each map, float64 (N, 4, 4)."""
     mats = np.tile(np.eye(4), (len(maps), 1, 1))
     coefficients = np.array([image_map.centre_coefficients() for image_map in maps], np.float64)
@@ -327,9 +339,7 @@ def ida_mats(maps: Sequence[ImageMap]) -> NDArray[np.float64]:
     return mats
 
 
-def apply_to_intrinsics(
-    ida_mat: NDArray[np.float64], intrinsics: NDArray[np.float64]
-) -> NDArray[np.float64]:
+def apply_to_intrinsics(ida_mat: F64, intrinsics: F64) -> F64:
     """Return M @ K, float64 (..., 3, 3), from ida_mat (..., 4, 4) and the stored image's K (..., 3,
     3).
 
@@ -345,18 +355,28 @@ def _check_size(width: int, height: int) -> None:
 
 
 def _intersect(a: Rectangle, b: Rectangle) -> Rectangle:
-    return max(a[0], b[0]), max(a[1], b[1]), min(a[2], b[2]), min(a[3], b[3])
+    left = max(a[0], b[0])
+    top = max(a[1], b[1])
+    right = min(a[2], b[2])
+    bottom = min(a[3], b[3])
+    return left, top, right, bottom
 
 
-def _covered(scale: float, offset: float, low: float, high: float, size: int) -> tuple[int, int]:
+def _covered(
+    scale: float,
+    offset: float,
+    low: float,
+    high: float,
+    size: int,
+) -> tuple[int, int]:
     """Return the output pixels [first, last) whose centre maps into [low, high] of the source,
     on one axis.
     """
     a = scale * low + offset
     b = scale * high + offset
-    return max(0, math.ceil(min(a, b) - 0.5 - _FUZZ)), min(
-        size, math.floor(max(a, b) - 0.5 + _FUZZ) + 1
-    )
+    first = math.ceil(min(a, b) - 0.5 - _FUZZ)
+    last = math.floor(max(a, b) - 0.5 + _FUZZ)
+    return max(0, first), min(size, last + 1)
 
 
 def _preimage(coefficients: Coefficients, width: int, height: int) -> Rectangle:

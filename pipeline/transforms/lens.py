@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import ConfigError, needs
+
+if TYPE_CHECKING:
+    from fuelrail.pipeline.dtypes import F32, F64
+
 
 Kind: TypeAlias = Literal["pinhole", "fisheye", "ftheta", "mei"]
 
@@ -54,9 +57,7 @@ class Lens:
     rectified: Matrix3
 
 
-def read_lens(
-    model: str, dist: NDArray[np.float64], intrinsics: NDArray[np.float64]
-) -> Lens | None:
+def read_lens(model: str, dist: F64, intrinsics: F64) -> Lens | None:
     """Return the lens of a camera, with the K of a pinhole of the same scale at the centre; None
     where nothing is bent.
 
@@ -90,13 +91,11 @@ def read_lens(
     return Lens(kind, tuple(coefficients), _as_rows(intrinsics), _as_rows(rectified))
 
 
-def _as_rows(matrix: NDArray[np.float64]) -> Matrix3:
+def _as_rows(matrix: F64) -> Matrix3:
     return tuple(tuple(row) for row in matrix.tolist())
 
 
-def source_places(
-    matrix: NDArray[np.float64], lens: Lens, wh: tuple[int, int]
-) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+def source_places(matrix: F64, lens: Lens, wh: tuple[int, int]) -> tuple[F32, F32]:
     """Return the stored coordinates of each pixel of an output that shows the rectified image under
     ``matrix`` (3, 3).
 
@@ -110,8 +109,10 @@ def source_places(
             np.arange(wh[0], dtype=np.float64),
             np.arange(wh[1], dtype=np.float64),
         )
-        rays = np.stack((columns, rows, np.ones_like(rows)), -1) @ np.linalg.inv(to_output).T
-        places = bent(rays[..., :2] / rays[..., 2:], lens) @ camera[:2, :2].T + camera[:2, 2]
+        pixels = np.stack((columns, rows, np.ones_like(rows)), -1)
+        rays = pixels @ np.linalg.inv(to_output).T
+        flat = rays[..., :2] / rays[..., 2:]
+        places = bent(flat, lens) @ camera[:2, :2].T + camera[:2, 2]
         return places[..., 0].astype(np.float32), places[..., 1].astype(np.float32)
     with needs("a lens that is undone"):
         import cv2
@@ -125,7 +126,7 @@ def source_places(
     return x, y  # type: ignore[return-value]
 
 
-def rectified_places(places: NDArray[np.float64], lens: Lens) -> NDArray[np.float64]:
+def rectified_places(places: F64, lens: Lens) -> F64:
     """Map pixels (P, 2) of the stored image to the rectified one, float64 (P, 2), centre-origin.
 
     By an iterative inverse of the lens, of OpenCV or (f-theta, Mei) of this module.
@@ -136,7 +137,8 @@ def rectified_places(places: NDArray[np.float64], lens: Lens) -> NDArray[np.floa
     coefficients = np.array(lens.coefficients)
     rectified = np.array(lens.rectified)
     if lens.kind in OWN_MODELS:
-        flat = straight((places - camera[:2, 2]) @ np.linalg.inv(camera[:2, :2]).T, lens)
+        inverse = np.linalg.inv(camera[:2, :2])
+        flat = straight((places - camera[:2, 2]) @ inverse.T, lens)
         return np.asarray(flat @ rectified[:2, :2].T + rectified[:2, 2])
     with needs("a lens that is undone"):
         import cv2
@@ -147,7 +149,7 @@ def rectified_places(places: NDArray[np.float64], lens: Lens) -> NDArray[np.floa
     return np.asarray(undistorted, np.float64).reshape(-1, 2)
 
 
-def bent(flat: NDArray[np.float64], lens: Lens) -> NDArray[np.float64]:
+def bent(flat: F64, lens: Lens) -> F64:
     """Map rays x/z, y/z (..., 2) to coordinates (..., 2) under K of the stored image, for the
     kinds of ``OWN``.
     """
@@ -155,20 +157,15 @@ def bent(flat: NDArray[np.float64], lens: Lens) -> NDArray[np.float64]:
     if lens.kind == "ftheta":
         polynomial = np.polynomial.Polynomial(lens.coefficients)
         slope = np.full_like(radius, lens.coefficients[1])  # at the centre, which has no direction
-        return np.asarray(
-            flat
-            * np.divide(
-                polynomial(np.arctan(radius)),
-                radius,
-                out=slope,
-                where=radius > 0,
-            )
-        )
+        bent_radius = polynomial(np.arctan(radius))
+        np.divide(bent_radius, radius, out=slope, where=radius > 0)
+        return np.asarray(flat * slope)
     xi = lens.coefficients[0]
-    return _radtan(flat / (1.0 + xi * np.sqrt(1.0 + radius**2)), lens.coefficients[1:])
+    depth = 1.0 + xi * np.sqrt(1.0 + radius**2)
+    return _radtan(flat / depth, lens.coefficients[1:])
 
 
-def straight(places: NDArray[np.float64], lens: Lens) -> NDArray[np.float64]:
+def straight(places: F64, lens: Lens) -> F64:
     """Invert :func:`bent`, by Newton's method or a fixed point, to 1e-12; a ray beyond 89
     degrees becomes one of 89.
     """
@@ -178,43 +175,33 @@ def straight(places: NDArray[np.float64], lens: Lens) -> NDArray[np.float64]:
         radius = np.linalg.norm(places, axis=-1, keepdims=True)
         theta = radius / lens.coefficients[1]
         for _ in range(_ROUNDS):
-            theta = np.clip(
-                theta - (polynomial(theta) - radius) / slope(theta),
-                0.0,
-                _WIDEST,
-            )
+            change = (polynomial(theta) - radius) / slope(theta)
+            theta = np.clip(theta - change, 0.0, _WIDEST)
         per_radius = np.full_like(radius, 1.0 / lens.coefficients[1])
-        return np.asarray(
-            places * np.divide(np.tan(theta), radius, out=per_radius, where=radius > 0)
-        )
+        np.divide(np.tan(theta), radius, out=per_radius, where=radius > 0)
+        return np.asarray(places * per_radius)
     xi = lens.coefficients[0]
     coefficients = lens.coefficients[1:]
     points = places
     for _ in range(_ROUNDS):
-        points = np.clip(
-            points + places - _radtan(points, coefficients),
-            -_FARTHEST,
-            _FARTHEST,
-        )
+        moved = points + places - _radtan(points, coefficients)
+        points = np.clip(moved, -_FARTHEST, _FARTHEST)
     square = (points**2).sum(-1, keepdims=True)
     # The ray through the place on the unit sphere, of which x/z and y/z are asked: Mei and Rives,
     # equation 4.
     root = np.sqrt(np.maximum(1.0 + (1.0 - xi**2) * square, 0.0))
     scale = (xi + root) / (1.0 + square)
-    return np.asarray(points * scale / np.maximum(scale - xi, np.cos(_WIDEST)))
+    depth = np.maximum(scale - xi, np.cos(_WIDEST))
+    return np.asarray(points * scale / depth)
 
 
-def _radtan(flat: NDArray[np.float64], coefficients: tuple[float, ...]) -> NDArray[np.float64]:
+def _radtan(flat: F64, coefficients: tuple[float, ...]) -> F64:
     """Bend places (..., 2) by k1, k2, p1, p2, as OpenCV does."""
     k1, k2, p1, p2 = coefficients
     x = flat[..., 0]
     y = flat[..., 1]
     square = x**2 + y**2
     radial = 1.0 + k1 * square + k2 * square**2
-    return np.stack(
-        (
-            x * radial + 2 * p1 * x * y + p2 * (square + 2 * x**2),
-            y * radial + p1 * (square + 2 * y**2) + 2 * p2 * x * y,
-        ),
-        -1,
-    )
+    bent_x = x * radial + 2 * p1 * x * y + p2 * (square + 2 * x**2)
+    bent_y = y * radial + p1 * (square + 2 * y**2) + 2 * p2 * x * y
+    return np.stack((bent_x, bent_y), -1)

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SchemaError
 from fuelrail.pipeline.rigid import invert_rigid
@@ -28,6 +27,7 @@ from fuelrail.pipeline.settings import (
 from fuelrail.pipeline.transforms.randomness import uniforms
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.dtypes import F32, F64
     from fuelrail.pipeline.sample.schema import Sweeps
 
 STREAM = "lidar-sweeps"
@@ -72,7 +72,14 @@ class PointSweeps(CheckedSettings, frozen=True):
             () if RING in stored else ("dt_s",)
         )
 
-    def chosen(self, num_stored: int, *, seed: int, epoch: int, sample: int) -> list[int]:
+    def chosen(
+        self,
+        num_stored: int,
+        *,
+        seed: int,
+        epoch: int,
+        sample: int,
+    ) -> list[int]:
         """Return the selected earlier sweeps, the latest (0) first."""
         num = min(self.num_sweeps - 1, num_stored)
         if self.choose == "latest" or num == num_stored:
@@ -83,14 +90,14 @@ class PointSweeps(CheckedSettings, frozen=True):
 
     def accumulate(
         self,
-        current: NDArray[np.float32],
+        current: F32,
         earlier: Sweeps | None,
         *,
         columns: Sequence[str],
-        lidar2global: NDArray[np.float64],
+        lidar2global: F64,
         timestamp_ns: int,
         chosen: Sequence[int],
-    ) -> NDArray[np.float32]:
+    ) -> F32:
         """Return the cloud, float32 (P', C'), in the lidar's frame at the sample's time, the own
         sweep first.
 
@@ -111,9 +118,7 @@ class PointSweeps(CheckedSettings, frozen=True):
                 f"earlier sweeps have {earlier.points.shape[1]} columns, the sample's own "
                 f"{current.shape[1]}"
             )
-        parts: list[tuple[NDArray[np.float32], NDArray[np.float64] | None, float]] = [
-            (current, None, 0.0)
-        ]
+        parts: list[tuple[F32, F64 | None, float]] = [(current, None, 0.0)]
         if self.repeat_if_alone and not chosen:
             parts *= self.num_sweeps
         if earlier is not None and chosen:

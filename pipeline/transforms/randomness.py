@@ -18,12 +18,16 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from hashlib import blake2b
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fuelrail.pipeline.dtypes import F64
+
 
 ALL_CAMERAS = -1
 """The camera to name for a draw that all cameras of a sample share."""
@@ -47,7 +51,7 @@ def uniforms(
     *,
     stream: str,
     count: int,
-) -> NDArray[np.float64]:
+) -> F64:
     """Return uniforms in [0, 1), float64 (len(cameras), count), for one sample.
 
     Row i belongs to ``cameras[i]`` and its first values do not change when ``count`` grows.

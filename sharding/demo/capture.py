@@ -96,15 +96,19 @@ def record(world: SynthOptions, root: Path, capture: Capture) -> tuple[Capture, 
         )
         sample = token(world.seed, "sample", capture.clip, capture.frame)
         (root / channel_file(TOKENS, sample)).write_bytes(tokens)
-    for camera in clip.rig.cameras if capture.is_key_frame else ():
-        exposure_us = capture.timestamp_us - camera.lead_us
-        image = render(clip, camera, solids, exposure_us)
-        # As in nuScenes' own files, by their quantisation tables.
-        encoded = simplejpeg.encode_jpeg(
-            image, quality=80, colorspace="RGB", colorsubsampling="420"
-        )
-        name = filename(world, clip, camera.channel, exposure_us, is_key_frame=True)
-        (root / name).write_bytes(encoded)
+    if capture.is_key_frame:
+        for camera in clip.rig.cameras:
+            exposure_us = capture.timestamp_us - camera.lead_us
+            image = render(clip, camera, solids, exposure_us)
+            # As in nuScenes' own files, by their quantisation tables.
+            encoded = simplejpeg.encode_jpeg(
+                image,
+                quality=80,
+                colorspace="RGB",
+                colorsubsampling="420",
+            )
+            name = filename(world, clip, camera.channel, exposure_us, is_key_frame=True)
+            (root / name).write_bytes(encoded)
     points = cast(clip, solids, capture.timestamp_us)
     name = filename(
         world,

@@ -14,7 +14,6 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import needs
 from fuelrail.pipeline.rigid import invert_rigid, move_points
@@ -40,6 +39,7 @@ with needs("`fuelrail synth`"):
     import cv2
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.dtypes import I32, U8
     from fuelrail.pipeline.sample.schema import F32, F64
     from fuelrail.sharding.demo.world import SynthClip, Weather
 
@@ -166,7 +166,7 @@ def owners(
     cam2global: F64,
     solids: list[Solid],
     width_px: int,
-) -> tuple[NDArray[np.int32], dict[int, int]]:
+) -> tuple[I32, dict[int, int]]:
     """Return the actor that each pixel (H, W) shows, -1 for none, and the number of pixels of
     each actor if alone.
     """
@@ -218,8 +218,11 @@ def visible_shares(clip: SynthClip, solids: list[Solid], capture_us: int) -> dic
 
 
 def render(
-    clip: SynthClip, camera: RigSensor, solids: list[Solid], exposure_us: int
-) -> NDArray[np.uint8]:
+    clip: SynthClip,
+    camera: RigSensor,
+    solids: list[Solid],
+    exposure_us: int,
+) -> U8:
     """Return the picture (H, W, 3), RGB, taken at ``exposure_us``.
 
     Sides of blocks are filled as polygons, what may hide others after these. Texture is noise.
@@ -418,17 +421,18 @@ class Canvas:
             details = list_details(solids[solid_number], side)
             if details is None:
                 continue
-            seen = details.quads @ turn[place].T + move[place]
-            seen = seen[(seen[:, :, 2] > NEAR_M).all(axis=1)]
-            if len(seen):
+            corners = details.quads @ turn[place].T + move[place]
+            is_ahead = (corners[:, :, 2] > NEAR_M).all(axis=1)
+            if is_ahead.any():
                 colour = self._add_haze(details.rgb, depths[place : place + 1])[0]
-                fixed = np.rint(self._project(seen) * (1 << _SHIFT)).astype(np.int32)
+                pixels = self._project(corners[is_ahead])
+                fixed = np.rint(pixels * (1 << _SHIFT)).astype(np.int32)
                 cv2.fillPoly(
                     self.image,
                     list(fixed),
-                    colour.tolist(),
-                    cv2.LINE_AA,
-                    _SHIFT,
+                    color=colour.tolist(),
+                    lineType=cv2.LINE_AA,
+                    shift=_SHIFT,
                 )
 
     def _fill(self, quads: Floats, colours: Floats) -> Iterator[tuple[int, float]]:
@@ -448,10 +452,26 @@ class Canvas:
         for number in np.flatnonzero(is_inside | is_cut).tolist():
             polygon = fixed[number]
             if is_cut[number]:
-                ahead = self._project(_cut_off(quads[number]))
-                widths[number] = float(np.ptp(ahead, axis=0).max())
-                polygon = np.rint(ahead * (1 << _SHIFT)).astype(np.int32)
-            cv2.fillConvexPoly(self.image, polygon, listed[number], cv2.LINE_AA, _SHIFT)
+                # Leave off what is nearer than `NEAR_M`.
+                corners = []
+                quad = quads[number]
+                for start, end in zip(quad, np.roll(quad, -1, axis=0), strict=True):
+                    is_ahead = start[2] >= NEAR_M
+                    if is_ahead:
+                        corners.append(start)
+                    if is_ahead != (end[2] >= NEAR_M):
+                        edge = end - start
+                        corners.append(start + edge * (NEAR_M - start[2]) / edge[2])
+                outline = self._project(np.array(corners))
+                widths[number] = float(np.ptp(outline, axis=0).max())
+                polygon = np.rint(outline * (1 << _SHIFT)).astype(np.int32)
+            cv2.fillConvexPoly(
+                self.image,
+                polygon,
+                color=listed[number],
+                lineType=cv2.LINE_AA,
+                shift=_SHIFT,
+            )
             yield number, widths[number]
 
     def _project(self, places: Floats) -> Floats:
@@ -464,10 +484,10 @@ class Canvas:
     def _add_haze(self, rgb: Floats, depths: Floats) -> Floats:
         """Return colours (N, 3), given in full light, as they are seen at these depths (N,)."""
         transmittance = np.exp(-depths / self.weather.haze_m)[:, None]
-        seen = self.haze + (rgb * self.weather.light - self.haze) * transmittance
-        return np.asarray(seen, np.float64)
+        contrast = rgb * self.weather.light - self.haze
+        return np.asarray(self.haze + contrast * transmittance, np.float64)
 
-    def develop(self, draw: np.random.Generator) -> NDArray[np.uint8]:
+    def develop(self, draw: np.random.Generator) -> U8:
         """Return the picture with texture and noise."""
         width, height = self.camera.size
         brighter, darker = _noise_tiles(width + _NOISE_ROOM, height + _NOISE_ROOM)
@@ -478,21 +498,8 @@ class Canvas:
         return self.image
 
 
-def _cut_off(corners: Floats) -> Floats:
-    """Return a polygon (V, 3) of camera axes without what is nearer than `NEAR_M`."""
-    kept = []
-    for start, end in zip(corners, np.roll(corners, -1, axis=0), strict=True):
-        is_kept = start[2] >= NEAR_M
-        if is_kept:
-            kept.append(start)
-        if is_kept != (end[2] >= NEAR_M):
-            edge = end - start
-            kept.append(start + edge * (NEAR_M - start[2]) / edge[2])
-    return np.array(kept)
-
-
 @lru_cache(maxsize=2)
-def _noise_tiles(width: int, height: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+def _noise_tiles(width: int, height: int) -> tuple[U8, U8]:
     """Return what texture and noise add to a picture (height, width, 3), and what they take off.
 
     The texture is a tile of 512 x 512 pixels that has more of the coarse, of standard deviation 4;

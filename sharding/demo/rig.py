@@ -130,7 +130,12 @@ class Rig:
     lidar: RigSensor
 
 
-def make_rig(seed: int, vehicle: str, width_px: int, height_px: int) -> Rig:
+def make_rig(
+    seed: int,
+    vehicle: str,
+    width_px: int,
+    height_px: int,
+) -> Rig:
     """Return the calibrated rig of ``vehicle`` with images of ``width_px`` x ``height_px``.
 
     Intrinsics are drawn for 1600 x 900 and scaled as a resize scales them on centre-origin pixels:

@@ -70,7 +70,10 @@ def _list_corners(block: Block) -> F64:
 
 
 def _make_block(
-    x: tuple[float, float], z: tuple[float, float], half: float, material: str
+    x: tuple[float, float],
+    z: tuple[float, float],
+    half: float,
+    material: str,
 ) -> Block:
     return Block((x[0], -half, z[0]), (x[1], half, z[1]), material)
 
@@ -168,7 +171,9 @@ class Solid:
     @property
     def shape(self) -> str:
         """The name of its shape."""
-        return "human" if self.kind.startswith("human.") else self.kind
+        if self.kind.startswith("human."):
+            return "human"
+        return self.kind
 
     def unit2global(self) -> F64:
         """Return unit box coordinates to global, (4, 4); annotated objects stay a little inside

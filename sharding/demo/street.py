@@ -142,12 +142,13 @@ def footprints_overlap(first: F64, second: F64) -> bool:
     is_before = first.max(1) < second.min(1)
     is_behind = second.max(1) < first.min(1)
     apart = (is_before | is_behind).any(1)
-    for rectangle in () if apart.all() else (first, second):
-        edges = np.diff(rectangle[:, :3], axis=1)
-        for edge in (edges[:, 0], edges[:, 1]):
-            a = (first * edge[:, None]).sum(-1)
-            b = (second * edge[:, None]).sum(-1)
-            apart |= (a.max(1) < b.min(1)) | (b.max(1) < a.min(1))
+    if not apart.all():
+        for rectangle in (first, second):
+            edges = np.diff(rectangle[:, :3], axis=1)
+            for edge in (edges[:, 0], edges[:, 1]):
+                a = (first * edge[:, None]).sum(-1)
+                b = (second * edge[:, None]).sum(-1)
+                apart |= (a.max(1) < b.min(1)) | (b.max(1) < a.min(1))
     return not bool(apart.all())
 
 
@@ -273,7 +274,10 @@ def _make_actor(
 
 
 def _place_vehicles(
-    draw: np.random.Generator, start: float, end: float, ego_mps: float
+    draw: np.random.Generator,
+    start: float,
+    end: float,
+    ego_mps: float,
 ) -> Iterator[Actor]:
     mix = ["vehicle.car"] * 8 + ["vehicle.truck"] * 2 + ["vehicle.bus.rigid", "vehicle.motorcycle"]
     for lane, direction in ((-0.5, 1), (-1.5, 1), (0.5, -1), (1.5, -1)):
@@ -432,7 +436,10 @@ def check_times(duration_s: float) -> list[float]:
 
 
 def footprint_track(
-    actor: Actor, road: Road, times_s: Sequence[float], margin_m: float = 0.0
+    actor: Actor,
+    road: Road,
+    times_s: Sequence[float],
+    margin_m: float = 0.0,
 ) -> F64:
     """Return the footprints (T, 4, 2) of an actor at the given times, grown by ``margin_m`` in
     length and width.

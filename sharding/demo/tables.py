@@ -142,7 +142,26 @@ def make_tables(
     ]
     tables |= {name: [] for name in _FILLED}
     for clip in clips:
-        key_times = _make_scene(world, clip, tokens, tables)
+        key_times = [
+            capture.timestamp_us for capture in captures(world, clip) if capture.is_key_frame
+        ]
+        samples = [tokens("sample", clip.index, frame) for frame in range(len(key_times))]
+        scene = tokens("scene", clip.index)
+        tables["scene"].append(
+            {
+                "token": scene,
+                "log_token": tokens("log", clip.log),
+                "nbr_samples": len(samples),
+                "first_sample_token": samples[0],
+                "last_sample_token": samples[-1],
+                "name": clip.name,
+                "description": clip.description,
+            }
+        )
+        rows: list[Row] = []
+        for sample, time in zip(samples, key_times, strict=True):
+            rows.append({"token": sample, "timestamp": time, "scene_token": scene})
+        tables["sample"] += _chain_rows(rows)
         for sensor in (*clip.rig.cameras, clip.rig.lidar):
             _add_sensor_data(world, clip=clip, sensor=sensor, tokens=tokens, tables=tables)
         clip_sightings = [sightings[clip.index, frame] for frame in range(world.frames)]
@@ -164,37 +183,6 @@ def make_tables(
         }
     ]
     return tables
-
-
-def _make_scene(
-    world: SynthOptions,
-    clip: SynthClip,
-    tokens: Tokens,
-    tables: dict[str, list[Row]],
-) -> list[int]:
-    times = [capture.timestamp_us for capture in captures(world, clip) if capture.is_key_frame]
-    samples = [tokens("sample", clip.index, frame) for frame in range(len(times))]
-    tables["scene"].append(
-        {
-            "token": tokens("scene", clip.index),
-            "log_token": tokens("log", clip.log),
-            "nbr_samples": len(samples),
-            "first_sample_token": samples[0],
-            "last_sample_token": samples[-1],
-            "name": clip.name,
-            "description": clip.description,
-        }
-    )
-    rows = [
-        {
-            "token": sample,
-            "timestamp": time,
-            "scene_token": tokens("scene", clip.index),
-        }
-        for sample, time in zip(samples, times, strict=True)
-    ]
-    tables["sample"] += _chain_rows(rows)
-    return times
 
 
 def _chain_rows(rows: Sequence[Row]) -> list[Row]:

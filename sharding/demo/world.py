@@ -207,7 +207,10 @@ class SynthClip:
 
 
 def _compute_ego_pose(
-    road: Road, speed_mps: float, sway: tuple[float, float, float], t_s: float
+    road: Road,
+    speed_mps: float,
+    sway: tuple[float, float, float],
+    t_s: float,
 ) -> tuple[float, float, float]:
     """Return x, y, yaw: speed v + a sin(w t), so arc length v t + a (1 - cos w t) / w, and a
     slow sway in the lane.

@@ -122,7 +122,11 @@ class LocalEngine:
 
 
 def _start_worker(
-    job: WriteJob, written: Any, lock: Any, stop: Any, images: ThreadPoolExecutor | None = None
+    job: WriteJob,
+    written: Any,
+    lock: Any,
+    stop: Any,
+    images: ThreadPoolExecutor | None = None,
 ) -> None:
     """Set up a worker: its writer, its progress counter, its stop signal, and threads for
     images.

@@ -188,7 +188,25 @@ class RayEngine:
                 if not done:
                     nodes.check()
                 for reference in done:
-                    yield self._fetch_result(reference)
+                    try:
+                        result = ray.get(reference, timeout=_RESULT_S)
+                    except ray.exceptions.RayTaskError as error:
+                        raise error.cause from error
+                    except ray.exceptions.GetTimeoutError as error:
+                        raise FuelrailError(
+                            "the Ray cluster did not hand over a finished task's result within "
+                            f"{_RESULT_S:.0f} s; run the same command again to resume"
+                        ) from error
+                    except ray.exceptions.RayError as error:
+                        reason = " ".join(str(error).split())[:300]
+                        raise FuelrailError(
+                            f"a task was lost {_MAX_RETRIES} times, with its node or for want of "
+                            f"memory ({reason}); run the same command again to resume"
+                        ) from error
+                    if isinstance(result, bytes):
+                        refusal, cause = pickle.loads(result)
+                        raise refusal from cause
+                    yield result
         finally:
             # Tell tasks to end, and wait until they have.
             for reference in pending:
@@ -197,27 +215,6 @@ class RayEngine:
             if pending:
                 with contextlib.suppress(self._ray.exceptions.RayError):
                     self._ray.wait(pending, num_returns=len(pending), timeout=_STOP_S)
-
-    def _fetch_result(self, reference: Any) -> Any:
-        ray = self._ray
-        try:
-            result = ray.get(reference, timeout=_RESULT_S)
-        except ray.exceptions.RayTaskError as error:
-            raise error.cause from error
-        except ray.exceptions.GetTimeoutError as error:
-            raise FuelrailError(
-                "the Ray cluster did not hand over a finished task's result within "
-                f"{_RESULT_S:.0f} s; run the same command again to resume"
-            ) from error
-        except ray.exceptions.RayError as error:
-            raise FuelrailError(
-                f"a task was lost {_MAX_RETRIES} times, with its node or for want of memory "
-                f"({' '.join(str(error).split())[:300]}); run the same command again to resume"
-            ) from error
-        if isinstance(result, bytes):
-            refusal, cause = pickle.loads(result)
-            raise refusal from cause
-        return result
 
     @contextlib.contextmanager
     def connected(self) -> Iterator[None]:

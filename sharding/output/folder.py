@@ -69,7 +69,9 @@ def manifest_in(out: Output, kinds: Kinds = DATASETS) -> Manifest | None:
     if it is damaged.
     """
     data = out.read(MANIFEST_FILE)
-    return None if data is None else decode_manifest(data, f"{out.shown}/{MANIFEST_FILE}", kinds)
+    if data is None:
+        return None
+    return decode_manifest(data, f"{out.shown}/{MANIFEST_FILE}", kinds)
 
 
 def if_whole(out: Output, manifest: Manifest | None) -> Manifest | None:
@@ -106,7 +108,12 @@ def check_work(out: Output) -> None:
         raise DatasetError(f"'{where}' cannot be used: {error.strerror or error}") from error
 
 
-def read_json(out: Output, name: str, kind: type[T], remedy: str) -> T | None:
+def read_json(
+    out: Output,
+    name: str,
+    kind: type[T],
+    remedy: str,
+) -> T | None:
     """Return the content of a JSON file in the working folder of OUT; None where there is none.
 
     ``remedy`` says what to do about a damaged file. Raises DatasetExistsError for one that is not

@@ -127,7 +127,9 @@ class ObjectLock:
     def _read(self) -> _Held | None:
         data = self._out.read(LOCK_NAME)
         try:
-            return None if data is None else msgspec.json.decode(data, type=_Held)
+            if data is None:
+                return None
+            return msgspec.json.decode(data, type=_Held)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return _Held("", "", "unknown")
 

@@ -23,7 +23,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import xxhash
-from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import DatasetExistsError
 from fuelrail.pipeline.settings import convert
@@ -33,6 +32,7 @@ from fuelrail.sharding.planning.plan import Plan, PlannedShard
 from fuelrail.sharding.planning.recipe import Recipe, recipe_differences
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.dtypes import U64
     from fuelrail.pipeline.format.index.shards import ShardEntry
     from fuelrail.pipeline.format.manifest import Manifest
     from fuelrail.pipeline.sample.schema import Mask
@@ -176,7 +176,7 @@ def _samples(state: RunState) -> str:
     )
 
 
-def shard_stamps(plan: Plan, stamps: NDArray[np.uint64]) -> tuple[int, ...]:
+def shard_stamps(plan: Plan, stamps: U64) -> tuple[int, ...]:
     """Return one number for each shard: a digest of the stamps of its rows in the scan table."""
     runs = (
         slice(shard.first_sample, shard.first_sample + shard.num_samples) for shard in plan.shards

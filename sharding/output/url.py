@@ -104,7 +104,9 @@ class UrlOutput:
     def size(self, name: str) -> int | None:
         """Return the size of an object."""
         info = self._info(name)
-        return None if info is None else int(info["size"])
+        if info is None:
+            return None
+        return int(info["size"])
 
     def holds(self, name: str, num_bytes: int, sha256: str) -> bool:
         """Return whether an object exists with this size and SHA-256; reads it."""

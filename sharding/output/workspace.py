@@ -132,9 +132,10 @@ class Workspace:
             self._release_remote()
             if self.folder.is_dir() and (self._is_elsewhere or self.out.read(STATE) is None):
                 shutil.rmtree(self.folder, ignore_errors=True)
-                for folder in () if self._is_elsewhere else self._made:
-                    with contextlib.suppress(OSError):
-                        folder.rmdir()
+                if not self._is_elsewhere:
+                    for folder in self._made:
+                        with contextlib.suppress(OSError):
+                            folder.rmdir()
         finally:
             os.close(self._lock)
 

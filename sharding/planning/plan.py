@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.order.permutation import KeyedPermutation, derive_key
@@ -32,6 +31,7 @@ from fuelrail.sharding.sources.shared.scan_table import (
 )
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.dtypes import I32
     from fuelrail.pipeline.sample.schema import I64, Mask
 
 DEFAULT_SPLIT = "train"
@@ -134,7 +134,8 @@ def _assign_by_share(clips: Mapping[int, str], shares: Splits, seed: int) -> dic
             f"{len(clips)} clips cannot be split into {', '.join(shares)}: a split needs a "
             "clip at least"
         )
-    exact = np.array([share for share in shares.values() if isinstance(share, float)]) * len(clips)
+    fractions = [share for share in shares.values() if isinstance(share, float)]
+    exact = np.array(fractions) * len(clips)
     counts = np.maximum(np.floor(exact + 1e-9).astype(np.int64), 1)
     while (difference := len(clips) - int(counts.sum())) != 0:
         gap = exact - counts
@@ -184,8 +185,8 @@ def select_rows(table: ScanTable, clips: Sequence[ClipInfo], recipe: Recipe) -> 
 
 def make_plan(
     rows: I64,
-    clip: NDArray[np.int32],
-    frame: NDArray[np.int32],
+    clip: I32,
+    frame: I32,
     size_bytes: I64,
     clips_by_split: Mapping[str, Sequence[int]],
     recipe: Recipe,
@@ -219,7 +220,8 @@ def make_plan(
         sizes = np.add.reduceat(size_bytes[split_rows], starts)[units]
         # The rows of each unit: start, start + 1, ...
         ends = np.cumsum(lengths)
-        order = np.repeat(starts[units] - (ends - lengths), lengths) + np.arange(ends[-1])
+        shifts = starts[units] - (ends - lengths)
+        order = np.repeat(shifts, lengths) + np.arange(ends[-1])
         parts.append(rows[split_rows[order]])
         # As few shards as the target allows, of equal size to within a unit.
         before = np.cumsum(sizes) - sizes

@@ -155,7 +155,8 @@ def parse_size(text: str) -> int:
             "a size must be a number with one of the units B, kB, MB, GB, KiB, MiB, GiB, "
             "such as 256MiB"
         )
-    size = int(float(match.group(1)) * _UNITS[match.group(2).upper()])
+    unit = _UNITS[match.group(2).upper()]
+    size = int(float(match.group(1)) * unit)
     if size < MIN_SHARD_BYTES:
         raise ConfigError(f"a size must be {MIN_SHARD_BYTES} bytes or more")
     return size

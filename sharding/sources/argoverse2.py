@@ -196,12 +196,16 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
 
     @property
     def _cameras(self) -> tuple[str, ...]:
-        return (*RING, *STEREO) if self.given.stereo else RING
+        if self.given.stereo:
+            return (*RING, *STEREO)
+        return RING
 
     @cached_property
     def maps(self) -> MapWindows | None:  # type: ignore[override]  # by the options
         """The vector maps of logs, with the option."""
-        return MapWindows(MAP_LAYERS, self._read_map) if self.given.map else None
+        if self.given.map:
+            return MapWindows(MAP_LAYERS, self._read_map)
+        return None
 
     def category_names(self) -> tuple[str, ...]:
         """Return the 30 names of the dataset."""
@@ -390,7 +394,9 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
                     time = ordered[number]
                     ref = f"{folder}/sensors/cameras/{name}/{time}.jpg"
                     images[frame_number][name] = replace(
-                        calibration[name], ref=ref, timestamp_ns=time
+                        calibration[name],
+                        ref=ref,
+                        timestamp_ns=time,
                     )
         if not num_images:
             raise SourceError(

@@ -60,7 +60,9 @@ class ImageFolder(FrameSource[FrameSettings]):
             if {*folders} <= _SPLITS.keys()
             else {}
         )
-        return inside if any(inside.values()) else {"": folders}
+        if any(inside.values()):
+            return inside
+        return {"": folders}
 
     def category_names(self) -> list[str]:
         """Return the classes of all splits, in the order of names; an empty one has its number
@@ -77,7 +79,8 @@ class ImageFolder(FrameSource[FrameSettings]):
         names = self.category_names()
         self._numbers = {name: number for number, name in enumerate(names)}
         if self.given.classes != SOURCE:
-            self._numbers = dict(zip(names, self._classes().labels(names).tolist(), strict=True))
+            labels = self._classes().labels(names)
+            self._numbers = dict(zip(names, labels.tolist(), strict=True))
         num_images = 0
         for folder, classes in self._list_folders().items():
             for name in classes:
@@ -95,7 +98,8 @@ class ImageFolder(FrameSource[FrameSettings]):
                         token=name,
                         split=_SPLITS.get(folder, ""),
                     )
-                if num_skipped := len(listed) - len(images):
+                num_skipped = len(listed) - len(images)
+                if num_skipped:
                     self.noted[f"{inside}: files and folders left out, no JPEG or PNG"] += (
                         num_skipped
                     )

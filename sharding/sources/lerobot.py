@@ -93,7 +93,9 @@ class _Feature(msgspec.Struct, frozen=True):
     def scalar(self) -> type | None:
         """The type of a single number; None for what is none."""
         is_one = self.shape in ((), (1,)) and self.dtype in DTYPES
-        return _SCALARS[np.dtype(self.dtype).kind] if is_one else None
+        if is_one:
+            return _SCALARS[np.dtype(self.dtype).kind]
+        return None
 
 
 class _Info(msgspec.Struct, frozen=True):
@@ -395,12 +397,14 @@ class LeRobot(VideoSource[VideoSettings]):
         """Yield the episodes."""
         ranges = {}
         for name, text in self._meta.info.splits.items():
-            if (match := _SPLIT.match(text)) is None:
+            match = _SPLIT.match(text)
+            if match is None:
                 raise SourceError(
                     f"{_INFO}: split '{shortened(name)}' is '{shortened(text)}', expected "
                     "FIRST:END of episodes"
                 )
-            ranges[_SPLITS.get(name, name)] = range(int(match[1]), int(match[2]))
+            split = _SPLITS.get(name, name)
+            ranges[split] = range(int(match[1]), int(match[2]))
         self._of.clear()
         num_frames = 0
         for episode in sorted(self._meta.episodes(), key=lambda episode: episode.number):
@@ -498,7 +502,11 @@ class LeRobot(VideoSource[VideoSettings]):
             )
 
     def _make_image(
-        self, episode: _Episode, feature: str, time_s: float, row: int
+        self,
+        episode: _Episode,
+        feature: str,
+        time_s: float,
+        row: int,
     ) -> Image | Absent:
         time_ns = round(time_s * 1e9)
         if feature in episode.videos:
@@ -568,8 +576,10 @@ class LeRobot(VideoSource[VideoSettings]):
         """Yield images of Parquet files: of each row group and feature its images at once."""
         rows_by_column: dict[tuple[str, str], list[int]] = {}
         for ref in refs:
-            if match := _ROW.match(ref):
-                rows_by_column.setdefault((match[1], match[3]), []).append(int(match[2]))
+            match = _ROW.match(ref)
+            if match:
+                place = (match[1], match[3])
+                rows_by_column.setdefault(place, []).append(int(match[2]))
         for (name, feature), rows in rows_by_column.items():
             where = f"table '{self.files.shown}/{name}'"
             begin = 0
@@ -583,7 +593,9 @@ class LeRobot(VideoSource[VideoSettings]):
                             f"has no images in column '{shortened(feature)}'",
                         ):
                             column = file.read_row_group(
-                                group, [feature], use_threads=False
+                                group,
+                                [feature],
+                                use_threads=False,
                             ).column(0)
                             images = (
                                 column.take([row - begin for row in chosen])
@@ -615,12 +627,19 @@ def _fill_path(template: str, values: Mapping[str, Any]) -> str:
                 f"{', '.join(values)}"
             )
         value = values[field[1]]
-        return f"{value:0{field[2]}d}" if field[2] and isinstance(value, int) else str(value)
+        if field[2] and isinstance(value, int):
+            return f"{value:0{field[2]}d}"
+        return str(value)
 
     return _FIELD.sub(text, template)
 
 
-def _read_array(table: pa.Table, name: str, shape: tuple[int, ...], where: str) -> NDArray[Any]:
+def _read_array(
+    table: pa.Table,
+    name: str,
+    shape: tuple[int, ...],
+    where: str,
+) -> NDArray[Any]:
     """Return a column of numbers as an array (rows, *shape); raise SourceError where it is no
     such column.
     """

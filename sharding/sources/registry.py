@@ -158,13 +158,14 @@ def parse_source(text: str, options: dict[str, Any]) -> SourceSpec:
     if not location or is_plain_url:
         hint = f", such as nuscenes:{text if is_plain_url else '/data/nuscenes'}"
         place = Path(text)
-        for name, patterns in CONTENTS.items() if not is_plain_url else ():
-            if any(
-                place.match(pattern) if place.is_file() else any(place.glob(pattern))
-                for pattern in patterns
-            ):
-                hint = f"; its content looks like {name}:{text}"
-                break
+        if not is_plain_url:
+            for name, patterns in CONTENTS.items():
+                if any(
+                    place.match(pattern) if place.is_file() else any(place.glob(pattern))
+                    for pattern in patterns
+                ):
+                    hint = f"; its content looks like {name}:{text}"
+                    break
         raise ConfigError(
             f"source {text!r} must be KIND:PATH{hint}; known kinds: {_list_names(_list_kinds())}"
         )
@@ -196,7 +197,9 @@ def naming(spec: SourceSpec) -> Iterator[None]:
 
 
 def _describe_package(entry: EntryPoint) -> str:
-    return _OWN_PACKAGE if entry.dist is None else f"{entry.dist.name} {entry.dist.version}"
+    if entry.dist is None:
+        return _OWN_PACKAGE
+    return f"{entry.dist.name} {entry.dist.version}"
 
 
 def make_source(spec: SourceSpec) -> Source:

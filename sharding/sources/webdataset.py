@@ -377,7 +377,9 @@ class WebDataset(FrameSource[WebDatasetSettings]):
     @property
     def reads(self) -> Reads:  # type: ignore[override]
         """ "clip" where a tar is compressed."""
-        return "clip" if any(tar.endswith(COMPRESSED) for tar in self._list_tars()) else "random"
+        if any(tar.endswith(COMPRESSED) for tar in self._list_tars()):
+            return "clip"
+        return "random"
 
     def _list_tars(self) -> list[str]:
         """Return the names of the tars; what else is in the folder is counted."""
@@ -398,7 +400,8 @@ class WebDataset(FrameSource[WebDatasetSettings]):
             return Sensors.from_names(self.given.images)
         extensions: set[str] = set()
         for sample in self.iter_samples():
-            if cameras := _find_cameras(sample.members):
+            cameras = _find_cameras(sample.members)
+            if cameras:
                 return Sensors.from_names(cameras)
             if len(extensions) < _MOST_EXTENSIONS:
                 extensions.update(sample.members)
@@ -428,7 +431,10 @@ class WebDataset(FrameSource[WebDatasetSettings]):
             yield from group(tar, _iter_keyed(members, noted), where, read)
 
     def _unpack_tar(
-        self, tar: str, read: dict[str, _Read], noted: Counter[str]
+        self,
+        tar: str,
+        read: dict[str, _Read],
+        noted: Counter[str],
     ) -> Iterator[Member]:
         """Yield the members of a compressed tar; keep the needed part of each in ``read``."""
         json = f".{self.given.meta}"
@@ -631,11 +637,9 @@ class WebDataset(FrameSource[WebDatasetSettings]):
 def _make_ref(sample: _Sample, member: Member) -> str:
     """Return the reference of a member's bytes."""
     plain = sample.read is None
-    return (
-        f"{sample.tar}#{member.offset}+{member.length}"
-        if plain
-        else f"{MADE_PREFIX}{sample.tar}#{member.name}"
-    )
+    if plain:
+        return f"{sample.tar}#{member.offset}+{member.length}"
+    return f"{MADE_PREFIX}{sample.tar}#{member.name}"
 
 
 def _find_cameras(members: dict[str, Member]) -> dict[str, str]:
@@ -706,7 +710,12 @@ def _gather_samples(
     yield from samples.values()
 
 
-def _add_member(sample: _Sample, extension: str, member: Member, where: str) -> None:
+def _add_member(
+    sample: _Sample,
+    extension: str,
+    member: Member,
+    where: str,
+) -> None:
     if extension in sample.members:
         raise SourceError(f"{where}: key '{sample.key}' has .{extension} twice")
     sample.members[extension] = member

@@ -273,7 +273,12 @@ def _list_options(dataset: Dataset) -> dict[str, Any]:
 
 def _compare_values(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     names = dict.fromkeys((*a, *b))
-    return {name: (a.get(name), b.get(name)) for name in names if a.get(name) != b.get(name)}
+    changes = {}
+    for name in names:
+        values = (a.get(name), b.get(name))
+        if values[0] != values[1]:
+            changes[name] = values
+    return changes
 
 
 def read_tags(dataset: str | os.PathLike[str]) -> tuple[str, ...]:
@@ -340,11 +345,13 @@ def tag(
                 f"tag {name!r:.120} is not allowed: a-z, 0-9, '.', '_' and '-', at most 100 "
                 "characters"
             )
-    if repeated := sorted(set(add) & set(remove)):
+    repeated = sorted(set(add) & set(remove))
+    if repeated:
         raise ConfigError(
             f"tag {repeated[0]!r:.120} is to be added and to be removed: give it once"
         )
-    if unknown := sorted(set(remove) - tags):
+    unknown = sorted(set(remove) - tags)
+    if unknown:
         listed = ", ".join(sorted(tags)) or "none"
         raise ConfigError(f"dataset '{dataset}' has no tag {unknown[0]!r:.120}; it has: {listed}")
     new_tags = tuple(sorted((tags | set(add)) - set(remove)))

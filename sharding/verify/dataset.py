@@ -344,11 +344,9 @@ def _check_attributes(dataset: Dataset) -> list[Fault]:
             row = end
     except IndexFileError as error:
         return [Fault(ATTRIBUTES_FILE, str(error))]
-    return (
-        []
-        if row == len(index)
-        else [Fault(ATTRIBUTES_FILE, f"has {row} rows, the index {len(index)}")]
-    )
+    if row == len(index):
+        return []
+    return [Fault(ATTRIBUTES_FILE, f"has {row} rows, the index {len(index)}")]
 
 
 def _check_layer_rows(layer: Dataset) -> list[Fault]:

@@ -309,7 +309,9 @@ def _shorten_value(value: object) -> str:
     value = value.parts if isinstance(value, Logits) else value
     if isinstance(value, dict):
         return ", ".join(f"{name} {_shorten_value(item)}" for name, item in value.items())
-    return f"{len(value)} bytes" if isinstance(value, bytes) else str(value)
+    if isinstance(value, bytes):
+        return f"{len(value)} bytes"
+    return str(value)
 
 
 def _list_sample_facts(dataset: Dataset, sample: Sample) -> list[tuple[str, str]]:
@@ -480,7 +482,9 @@ def _summarise_values(counts: Counter[Any]) -> str:
         f"{value!s:.40} ({count:,})" for value, count in counts.most_common(_SHOWN_VALUES)
     )
     count_text = f"more than {_MAX_VALUES:,}" if len(counts) > _MAX_VALUES else str(len(counts))
-    return examples if len(counts) <= _SHOWN_VALUES else f"{count_text} values, such as {examples}"
+    if len(counts) <= _SHOWN_VALUES:
+        return examples
+    return f"{count_text} values, such as {examples}"
 
 
 def _format_metres(values: np.ndarray[Any, Any]) -> str:

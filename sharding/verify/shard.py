@@ -232,7 +232,8 @@ class ShardCheck:
                     return
                 sample = decode_sample(row.key, members, self._rig.fields)
                 meta = sample.meta
-                if (twice := repeated_key(bytes(members[META]), meta)) is not None:
+                twice = repeated_key(bytes(members[META]), meta)
+                if twice is not None:
                     self._fault(
                         f"member '{META}': the key '{shortened(twice)}' occurs twice in an object",
                         row.offset,
@@ -263,7 +264,10 @@ class ShardCheck:
                     if name in sample.images
                 }
                 for member, text in check_members(
-                    members, self._manifest.extra_channels, sizes, deep=True
+                    members,
+                    self._manifest.extra_channels,
+                    sizes,
+                    deep=True,
                 ):
                     self._fault(f"member '{member}': {text}", row.offset, row.key)
                 for entry in row.members:
@@ -404,7 +408,10 @@ class _FramedCheck(ShardCheck):
             self._fault("the last frame is not the end of the archive", position)
 
     def _read_members(
-        self, stored: memoryview, frame: Frame, key: str | None = None
+        self,
+        stored: memoryview,
+        frame: Frame,
+        key: str | None = None,
     ) -> list[FoundMember] | None:
         """Return the members in a frame; None where it cannot be decoded."""
         try:

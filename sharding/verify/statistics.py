@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from fuelrail.pipeline.format.dataset import Dataset
-    from fuelrail.pipeline.sample.schema import I64, Mask
 
 STATISTICS_FILE: Final = "statistics.json"
 """Beside the manifest. It is not part of the dataset: no digest covers it."""
@@ -81,18 +80,27 @@ def _compute_split_statistics(dataset: Dataset, split: str) -> dict[str, dict[st
     numbers = {name: _Numbers(form.shape) for name, form in forms.items()}
     clips = ClipTable.of_split(dataset, split, times=True) if series else None
     pending: dict[str, list[NDArray[Any]]] = {name: [] for name in forms}
-    for row in rows if forms else ():
-        for name, value in dataset.read(row, list(forms)).items():
-            if name in series and clips is not None:
-                is_new = _select_new_measurements(clips, row - rows.start, value[TIMES])
-                pending[name].append(value[VALUES][is_new])
-            else:
-                pending[name].append(value[None])
-        if row % _AT_ONCE == _AT_ONCE - 1 or row == rows[-1]:
-            for name, values in pending.items():
-                if values:
-                    numbers[name].add(np.concatenate(values))
-                    values.clear()
+    if forms:
+        for row in rows:
+            for name, value in dataset.read(row, list(forms)).items():
+                if name in series and clips is not None and clips.times_ns is not None:
+                    # No other sample counts the measurements since the sample before.
+                    times = value[TIMES]
+                    rank = int(clips.ranks[row - rows.start])
+                    first, end = clips.bounds(np.array(rank))
+                    is_new = np.ones(len(times), bool)
+                    if rank > first:
+                        is_new &= times > clips.times_ns[rank - 1]
+                    if rank < end - 1:
+                        is_new &= times <= clips.times_ns[rank]
+                    pending[name].append(value[VALUES][is_new])
+                else:
+                    pending[name].append(value[None])
+            if row % _AT_ONCE == _AT_ONCE - 1 or row == rows[-1]:
+                for name, values in pending.items():
+                    if values:
+                        numbers[name].add(np.concatenate(values))
+                        values.clear()
     file = dataset.attributes_file()
     schema = file.schema(len(dataset.index)) if file.exists else pa.schema([])
     names = []
@@ -100,26 +108,12 @@ def _compute_split_statistics(dataset: Dataset, split: str) -> dict[str, dict[st
         is_number = pa.types.is_integer(field.type) or pa.types.is_floating(field.type)
         if is_number and field.name not in (*TEXTS, "frame", "timestamp_ns"):
             names.append(field.name)
-    for batch in file.batches(names, rows) if names else ():
-        for name, column in zip(names, batch.columns, strict=True):
-            values = column.cast(pa.float64()).to_numpy(zero_copy_only=False)
-            numbers.setdefault(name, _Numbers(())).add(values)
+    if names:
+        for batch in file.batches(names, rows):
+            for name, column in zip(names, batch.columns, strict=True):
+                values = column.cast(pa.float64()).to_numpy(zero_copy_only=False)
+                numbers.setdefault(name, _Numbers(())).add(values)
     return {name: accumulator.result() for name, accumulator in numbers.items()}
-
-
-def _select_new_measurements(clips: ClipTable, sample: int, times: I64) -> Mask:
-    """Return which measurements of a part of a series no other sample counts: those since the
-    sample before.
-    """
-    rank = int(clips.ranks[sample])
-    first, end = (int(bound) for bound in clips.bounds(np.array(rank)))
-    assert clips.times_ns is not None
-    is_new = np.ones(len(times), bool)
-    if rank > first:
-        is_new &= times > clips.times_ns[rank - 1]
-    if rank < end - 1:
-        is_new &= times <= clips.times_ns[rank]
-    return is_new
 
 
 class _Numbers:

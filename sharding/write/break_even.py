@@ -64,7 +64,9 @@ class BreakEven(msgspec.Struct, frozen=True):
 
 
 def break_even(
-    table: ScanTable, source: FrameSource[Any], images: ImageRecipe | None
+    table: ScanTable,
+    source: FrameSource[Any],
+    images: ImageRecipe | None,
 ) -> BreakEven | None:
     """Estimate what the frames of video in a scan table cost; None where there are none in files of
     this machine.
@@ -116,8 +118,31 @@ def break_even(
             if recipe.size is not None:
                 resize = f"size={recipe.size[0]}x{recipe.size[1]}"
             size_text = f"{resize},quality={recipe.quality}"
-        runs = [_measure_video(video, form) for video in videos[:: -(-len(videos) // _VIDEOS)]]
-        made_of, size, decode_s, encode_s = map(sum, zip(*runs, strict=True))
+        made_of = 0
+        size = 0
+        decode_s = 0.0
+        encode_s = 0.0
+        for video in videos[:: -(-len(videos) // _VIDEOS)]:
+            times = []
+            decoded = []
+            sizes = [0]
+            count = len(video.frames)
+            for frames in (video.frames[-1:], video.frames):
+                reader = video.open()
+                before = reader.num_decoded
+                started = time.process_time()
+                sizes = [len(jpeg) for _, jpeg in reader.jpegs(frames, form)]
+                times.append(time.process_time() - started)
+                decoded.append(reader.num_decoded - before)
+            # Two equations: the time of a run is that of the frames that it decodes and that of
+            # its JPEGs.
+            ratio = decoded[1] / decoded[0]
+            encode_1_s = (times[1] - times[0] * ratio) / max(count - ratio, 1)
+            encode_all_s = max(0.0, encode_1_s) * count
+            made_of += count
+            size += sum(sizes)
+            decode_s += max(0.0, times[1] - encode_all_s)
+            encode_s += encode_all_s
         hours = (decode_s * num_all + encode_s * number) / made_of / 3600
         options.append(
             BreakEvenOption(
@@ -128,25 +153,3 @@ def break_even(
             )
         )
     return BreakEven(len(videos), num_all, num_bytes, options)
-
-
-def _measure_video(video: VideoStart, form: JpegForm) -> tuple[float, float, float, float]:
-    """Return of the first frames of a video: their number, bytes as JPEG, and CPU time [s] to
-    decode and to encode.
-    """
-    times = []
-    decoded = []
-    sizes = [0]
-    count = len(video.frames)
-    for frames in (video.frames[-1:], video.frames):
-        reader = video.open()
-        before = reader.num_decoded
-        started = time.process_time()
-        sizes = [len(jpeg) for _, jpeg in reader.jpegs(frames, form)]
-        times.append(time.process_time() - started)
-        decoded.append(reader.num_decoded - before)
-    # Two equations: the time of a run is that of the frames that it decodes and that of its JPEGs.
-    ratio = decoded[1] / decoded[0]
-    encode_1_s = (times[1] - times[0] * ratio) / max(count - ratio, 1)
-    encode_s = max(0.0, encode_1_s) * count
-    return count, sum(sizes), max(0.0, times[1] - encode_s), encode_s

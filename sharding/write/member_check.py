@@ -77,7 +77,8 @@ class MemberCheck:
             for field, text in broken_names(tuple(members), rig):
                 raise self._error(key, field, text)
             for field in members:
-                if (unsafe := unsafe_ending(field)) is not None:
+                unsafe = unsafe_ending(field)
+                if unsafe is not None:
                     raise self._error(key, field, unsafe)
             field = GEOMETRY
             geometry = decode_arrays(members[GEOMETRY], Geometry)
@@ -86,7 +87,8 @@ class MemberCheck:
                 for name in members
                 if name.endswith(_IMAGES) and name[:2] != "x_" and name not in rig.fields
             }
-            if (other_rig := broken_rig(geometry, images, rig)) is not None:
+            other_rig = broken_rig(geometry, images, rig)
+            if other_rig is not None:
                 raise self._error(key, field, other_rig)
             for field, text in broken_meta(meta, geometry, rig):
                 raise self._error(key, field, text)
@@ -131,8 +133,9 @@ class MemberCheck:
         for key, geometry, boxes in pending:
             for text in broken_calibration(geometry):
                 raise self._error(key, GEOMETRY, text)
-            for text in () if boxes is None else broken_boxes(boxes, self._rig):
-                raise self._error(key, BOXES, text)
+            if boxes is not None:
+                for text in broken_boxes(boxes, self._rig):
+                    raise self._error(key, BOXES, text)
 
     def _error(self, key: str, member: str, text: str) -> SourceError:
         return SourceError(f"sample {key} of {self._source} cannot be stored: {member}: {text}")

@@ -181,7 +181,8 @@ class Members:
         images = self._recipe.images
         steps: list[Step] = [self._read_member]
         rewriting: list[Step] = []
-        if (extra := self._extra_fields.get(name)) is not None:
+        extra = self._extra_fields.get(name)
+        if extra is not None:
             if images is not None and extra.law.name in (
                 "image",
                 "image_points",
@@ -234,7 +235,9 @@ class Members:
 
     def _stored_size(self, member: Reference) -> tuple[int, int]:
         size = (member.width, member.height)
-        return size if self._recipe.images is None else stored_size(self._recipe.images, size)
+        if self._recipe.images is None:
+            return size
+        return stored_size(self._recipe.images, size)
 
     def _describe_place(self, key: str, member: Reference) -> str:
         name = member.name if isinstance(self._source, StagedSource) else member.ref

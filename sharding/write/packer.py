@@ -16,11 +16,10 @@ from fuelrail.pipeline.format import codecs
 from fuelrail.pipeline.format.index.row import IndexRow, MemberEntry
 from fuelrail.pipeline.format.tar import (
     END_OF_ARCHIVE,
-    PackedSpan,
     StoredMember,
     pack_sample,
 )
-from fuelrail.pipeline.format.zstd_frames import encode_frame, encode_seek_table, is_framed
+from fuelrail.pipeline.format.zstd_frames import encode_frame, encode_seek_table
 from fuelrail.sharding.write.blocks import BlockWriter
 
 if TYPE_CHECKING:
@@ -51,13 +50,14 @@ class Packed(NamedTuple):
 
 
 class ShardPacker:
-    """Writes samples to ``file`` as shard number ``number``, a plain tar; close it in the end.
+    """Writes samples to ``file`` as shard number ``number``; close it in the end.
+
+    It is a plain tar, or ``framed``: each span as one zstd frame, and a seek table behind them;
+    DALI has no index for those.
 
     A sample's bytes go from where they were read to the file and into the digests, copied once at
     most in between. ``buffer`` is where its files were read.
     """
-
-    _has_listing = True
 
     def __init__(
         self,
@@ -66,12 +66,16 @@ class ShardPacker:
         level: int,
         dictionary: Dictionary | None,
         buffer: ReadBuffer,
+        *,
+        framed: bool = False,
     ) -> None:
         self._file = BlockWriter(file)
         self._number = number
         self._level = level
         self._dictionary = dictionary
         self._buffer = buffer
+        self._is_framed = framed
+        self._frame_sizes: list[tuple[int, int]] = []
         self._rows: list[IndexRow] = []
         self._digest = hashlib.sha256()
         self._offset = 0
@@ -95,15 +99,24 @@ class ShardPacker:
             codecs.held_bytes(memoryview(data).nbytes, memoryview(raw).nbytes, codec)
             for (_, codec, raw), (_, data) in zip(members, stored, strict=True)
         ]
-        if (largest := max(sum(held), packed.length)) > codecs.MAX_SAMPLE_BYTES or len(
-            held
-        ) > codecs.MAX_MEMBERS:
+        largest = max(sum(held), packed.length)
+        if largest > codecs.MAX_SAMPLE_BYTES or len(held) > codecs.MAX_MEMBERS:
             raise MemberTooLargeError(
                 f"{len(held)} members that take {largest} bytes of memory, over the caps of "
                 f"{codecs.MAX_MEMBERS} and {codecs.MAX_SAMPLE_BYTES}",
                 key=key,
             )
-        pieces, length = self._encode_span(key, packed)
+        pieces = self._buffer.joined(packed.pieces)
+        length = packed.length
+        if self._is_framed:
+            span = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+            try:
+                compressed = encode_frame(span, self._level)
+            except MemberTooLargeError as error:
+                raise MemberTooLargeError(error.message, key=key) from error
+            length = len(compressed)
+            self._frame_sizes.append((length, packed.length))
+            pieces = [compressed]
         digest = xxhash.xxh3_64()
         for piece in pieces:
             digest.update(piece)
@@ -118,7 +131,10 @@ class ShardPacker:
                 xxh3=xxhash.xxh3_64_intdigest(data),
             )
             for (name, codec, raw), (_, data), offset in zip(
-                members, stored, packed.offsets, strict=True
+                members,
+                stored,
+                packed.offsets,
+                strict=True,
             )
         )
         row = IndexRow(
@@ -138,10 +154,16 @@ class ShardPacker:
 
     def close(self) -> Packed:
         """Write the end of the archive."""
-        end = self._encode_end()
+        end = END_OF_ARCHIVE
+        listing = b""
+        if self._is_framed:
+            end = encode_frame(END_OF_ARCHIVE, self._level)
+            self._frame_sizes.append((len(end), len(END_OF_ARCHIVE)))
+            end += encode_seek_table(self._frame_sizes)
+        else:
+            listing = dali_index(self._rows)
         self._write([end])
         self._file.flush()
-        listing = dali_index(self._rows) if self._has_listing else b""
         return Packed(
             self._offset + len(end),
             self._digest.hexdigest(),
@@ -149,62 +171,10 @@ class ShardPacker:
             listing,
         )
 
-    def _encode_span(self, key: str, packed: PackedSpan) -> tuple[Sequence[Buffer], int]:  # noqa: ARG002 - for errors
-        """Return a sample's span as the file takes it, in pieces, and its length."""
-        return self._buffer.joined(packed.pieces), packed.length
-
-    def _encode_end(self) -> bytes:
-        return END_OF_ARCHIVE
-
     def _write(self, pieces: Sequence[Buffer]) -> None:
         for piece in pieces:
             self._digest.update(piece)
         self._file.write(pieces)
-
-
-class FramedPacker(ShardPacker):
-    """The same for the frame layout: each span as one zstd frame, and a seek table; DALI has no
-    index for those.
-    """
-
-    _has_listing = False
-
-    def __init__(self, file: BinaryIO, number: int, level: int, buffer: ReadBuffer) -> None:
-        super().__init__(file, number, level, dictionary=None, buffer=buffer)
-        self._sizes: list[tuple[int, int]] = []
-
-    def _encode_span(self, key: str, packed: PackedSpan) -> tuple[Sequence[Buffer], int]:
-        try:
-            pieces = self._buffer.joined(packed.pieces)
-            frame = encode_frame(pieces[0] if len(pieces) == 1 else b"".join(pieces), self._level)
-        except MemberTooLargeError as error:
-            raise MemberTooLargeError(error.message, key=key) from error
-        self._sizes.append((len(frame), packed.length))
-        return [frame], len(frame)
-
-    def _encode_end(self) -> bytes:
-        end = encode_frame(END_OF_ARCHIVE, self._level)
-        return end + encode_seek_table([*self._sizes, (len(end), len(END_OF_ARCHIVE))])
-
-
-def make_packer(
-    file: BinaryIO,
-    name: str,
-    number: int,
-    level: int,
-    dictionary: Dictionary | None,
-    buffer: ReadBuffer,
-) -> ShardPacker:
-    """Return the packer of a shard, by the layout that its name says."""
-    if is_framed(name):
-        return FramedPacker(file, number, level, buffer)
-    return ShardPacker(
-        file=file,
-        number=number,
-        level=level,
-        dictionary=dictionary,
-        buffer=buffer,
-    )
 
 
 def dali_index(rows: Sequence[IndexRow]) -> bytes:

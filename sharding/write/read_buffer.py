@@ -93,10 +93,8 @@ class ReadBuffer:
         """
         pieces_joined: list[Buffer] = []
         small: list[Buffer] = []
-        begin = end = limit = (
-            # of the run in this memory that the last pieces are part of; empty where they are not
-            0
-        )
+        # Of the run in this memory that the last pieces are part of; empty where they are not.
+        begin = end = limit = 0
         for piece in pieces:
             data, start = self._files.get(id(piece), (None, 0))
             if data is None and memoryview(piece).nbytes < _SMALL_BYTES:
@@ -127,7 +125,13 @@ class ReadBuffer:
             *self._with_rest(begin, end, limit, b"".join(small)),
         ]
 
-    def _with_rest(self, begin: int, end: int, limit: int, rest: bytes) -> list[Buffer]:
+    def _with_rest(
+        self,
+        begin: int,
+        end: int,
+        limit: int,
+        rest: bytes,
+    ) -> list[Buffer]:
         """Return a run and what follows it: in one piece where that ends in front of the next
         file's data.
         """

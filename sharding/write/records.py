@@ -103,7 +103,8 @@ def store_record(out: Output, record: ShardRecord) -> None:
 
 def store_version_tag(out: Output, record: ShardRecord) -> None:
     """Store the ETag of a shard that was just published, so that a resumed run need not read it."""
-    if tag := out.version_tag(record.shard.name):
+    tag = out.version_tag(record.shard.name)
+    if tag:
         with out.publish(f"{_RECORDS}/{record.stem}.tag") as file:
             file.write(tag.encode())
 

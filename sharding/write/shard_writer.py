@@ -44,7 +44,7 @@ from fuelrail.sharding.write.images import (
 )
 from fuelrail.sharding.write.member_check import MemberCheck
 from fuelrail.sharding.write.members import Members
-from fuelrail.sharding.write.packer import RawMember, make_packer
+from fuelrail.sharding.write.packer import RawMember, ShardPacker
 from fuelrail.sharding.write.read_buffer import ReadBuffer
 from fuelrail.sharding.write.records import (
     ShardRecord,
@@ -145,14 +145,14 @@ class ShardWriter:
         shard = self._job.shards[number]
         with self._out.writing():
             record = load_record(self._out, shard.stem)
-            if (
-                record is not None
-                and record.source_stamp == self._job.stamps[number]
-                and self._compute_source_digest(shard) == record.source_sha256
-                and is_whole(self._out, record)
-            ):
-                pulse(record.shard.bytes)
-                return ShardDone(number, record.shard.name, record.shard.bytes, is_kept=True)
+            if record is not None and record.source_stamp == self._job.stamps[number]:
+                digest = hashlib.sha256(self._head(shard))
+                for row in self._list_rows(shard):
+                    digest.update(self._table.encoded_row(row))
+                is_same = digest.hexdigest() == record.source_sha256
+                if is_same and is_whole(self._out, record):
+                    pulse(record.shard.bytes)
+                    return ShardDone(number, record.shard.name, record.shard.bytes, is_kept=True)
             with naming(self._job.source):
                 record = self._write_shard(number, shard, pulse)
             store_version_tag(self._out, record)
@@ -162,15 +162,16 @@ class ShardWriter:
         job = self._job
         sizes: dict[str, set[tuple[int, int]]] = {}
         digest = hashlib.sha256(self._head(shard))
-        name = shard_name(shard.split, shard.number, framed=job.recipe.layout == "frame")
+        is_framed = job.recipe.layout == "frame"
+        name = shard_name(shard.split, shard.number, framed=is_framed)
         with self._out.publish(name) as file:
-            packer = make_packer(
+            packer = ShardPacker(
                 file=file,
-                name=name,
                 number=number,
                 level=job.recipe.compression_level,
                 dictionary=job.dictionary,
                 buffer=self._buffer,
+                framed=is_framed,
             )
             stored = [stored_channel(channel, job.recipe.images) for channel in job.channels]
             check = MemberCheck(job.rig, self._place, stored)
@@ -240,12 +241,6 @@ class ShardWriter:
             *job.channels,
         )
         return msgspec.msgpack.encode(head)
-
-    def _compute_source_digest(self, shard: PlannedShard) -> str:
-        digest = hashlib.sha256(self._head(shard))
-        for row in self._list_rows(shard):
-            digest.update(self._table.encoded_row(row))
-        return digest.hexdigest()
 
     def _make_members(
         self,

@@ -50,7 +50,7 @@ from fuelrail.sharding.sources.source import ClipSource, Place
 from fuelrail.sharding.write.images import stored_share, stored_size
 
 if TYPE_CHECKING:
-    from fuelrail.pipeline.sample.schema import I64
+    from fuelrail.pipeline.dtypes import U64
     from fuelrail.sharding.planning.recipe import ImageRecipe
 
 _MAX_THREADS: Final = 4
@@ -222,7 +222,8 @@ class Staging:
                     is_stored=isinstance(data, StoredJpeg),
                 )
                 sizes[band] += num_bytes
-            if missing := refs.keys() - places.keys():
+            missing = refs.keys() - places.keys()
+            if missing:
                 raise SourceError(f"the {self._spec.kind} source has no bytes for '{min(missing)}'")
         with published(path, sync=False) as file:
             file.write(msgspec.msgpack.encode(_Index(digest, sizes, places)))
@@ -276,7 +277,7 @@ def stage_clips(
     scan_table: Path,
     bands_of_rows: NDArray[np.int8],
     clips: Sequence[ClipInfo],
-    stamps: NDArray[np.uint64],
+    stamps: U64,
     bands: Bands,
     *,
     num_workers: int,
@@ -301,18 +302,39 @@ def stage_clips(
         stamp = int.from_bytes(hashlib.sha256(clip_stamps).digest()[:8])
         tasks.append(StageTask(number, clip.first_row, clip.num_samples, stamp))
     make_staging = partial(
-        Staging, spec=spec, images=images, scan_table=scan_table, bands=path, folder=folder
+        Staging,
+        spec=spec,
+        images=images,
+        scan_table=scan_table,
+        bands=path,
+        folder=folder,
     )
     if bands.num_done and not all(map(make_staging(num_done=bands.num_done).is_known, tasks)):
         # Finished shards may be made again.
         bands.forget()
     bands.sweep()
-    _check_space(
-        ScanTable(scan_table),
-        np.flatnonzero(bands_of_rows >= bands.num_done),
-        folder,
-        images,
-    )
+    rows = np.flatnonzero(bands_of_rows >= bands.num_done)
+    if len(rows):
+        # The space that they take, by the sizes of some of them.
+        rows_of_table = ScanTable(scan_table)
+        looked_at = rows[:: -(-len(rows) // _ROWS_LOOKED_AT)].tolist()
+        total = 0.0
+        for row in looked_at:
+            for member in rows_of_table.row(row).members:
+                share = stored_share(images, (member,)) if member.is_estimate else 1.0
+                total += member.bytes * share
+        # A band goes when its shards are there.
+        num_bytes = int(total / len(looked_at) * len(rows) * (1 + 1 / _MOST_BANDS))
+        staged_bytes = sum(path.stat().st_size for path in folder.glob("*.bin"))
+        free = shutil.disk_usage(folder).free
+        if num_bytes > free + staged_bytes:
+            raise DatasetError(
+                "the source reads well only clip by clip, so images and sweeps are first "
+                f"brought into '{folder}', which takes with the shards about "
+                f"{num_bytes / 1e9:,.1f} GB (images of video as JPEG take several times the "
+                f"video's bytes), and {free / 1e9:,.1f} GB are free; free some, give an output "
+                "on a larger disk, or select fewer samples"
+            )
     num_workers = min(num_workers, len(tasks))
     stage = partial(_stage_clip, partial(make_staging, num_done=bands.num_done))
     if num_workers > _MAX_THREADS:
@@ -326,37 +348,6 @@ def stage_clips(
     table = folder / scan_table.name
     _rewrite_table(scan_table, table, folder, {task.number for task in tasks})
     return table
-
-
-def _check_space(
-    table: ScanTable,
-    rows: I64,
-    folder: Path,
-    images: ImageRecipe | None,
-) -> None:
-    """Raise DatasetError where the disk of ``folder`` lacks room for these rows, by the sizes of
-    some of them.
-    """
-    if not len(rows):
-        return
-    looked_at = rows[:: -(-len(rows) // _ROWS_LOOKED_AT)].tolist()
-    mean = sum(
-        member.bytes * (stored_share(images, (member,)) if member.is_estimate else 1.0)
-        for row in looked_at
-        for member in table.row(row).members
-    ) / len(looked_at)
-    # A band goes when its shards are there.
-    num_bytes = int(mean * len(rows) * (1 + 1 / _MOST_BANDS))
-    staged_bytes = sum(path.stat().st_size for path in folder.glob("*.bin"))
-    free = shutil.disk_usage(folder).free
-    if num_bytes > free + staged_bytes:
-        raise DatasetError(
-            "the source reads well only clip by clip, so images and sweeps are first "
-            f"brought into '{folder}', which takes with the shards about "
-            f"{num_bytes / 1e9:,.1f} GB (images of video as JPEG take several times the "
-            f"video's bytes), and {free / 1e9:,.1f} GB are free; free some, give an output "
-            "on a larger disk, or select fewer samples"
-        )
 
 
 def _stage_clip(make_staging: Callable[[], Staging], task: StageTask) -> None:
@@ -391,7 +382,12 @@ def _load_index(folder: Path, number: int) -> _Index | None:
     return None
 
 
-def _rewrite_table(scan_table: Path, target: Path, folder: Path, staged: set[int]) -> None:
+def _rewrite_table(
+    scan_table: Path,
+    target: Path,
+    folder: Path,
+    staged: set[int],
+) -> None:
     """Copy the scan table, with references to staged clips and the sizes that members have
     there.
     """

@@ -114,9 +114,8 @@ class SampleFiles:
         fd = os.open(name, flags, 0o600, dir_fd=self._tmp_fd)
         try:
             try:
-                if os.write(fd, data) != len(
-                    data
-                ):  # what a nearly full disk does before it refuses
+                # A short write is what a nearly full disk does before it refuses.
+                if os.write(fd, data) != len(data):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             finally:
                 os.close(fd)

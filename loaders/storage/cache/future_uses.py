@@ -16,12 +16,15 @@ import heapq
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fuelrail.pipeline.order.batching import EVERY_STEP, Walk, World
+
+if TYPE_CHECKING:
+    from fuelrail.pipeline.dtypes import I64
+
 
 NEVER: Final = int(np.iinfo(np.int64).max)
 """Not used again within the horizon."""
@@ -64,7 +67,7 @@ class Coming(Protocol):
     end of a sequence.
     """
 
-    def __call__(self, first: int, count: int, /) -> NDArray[np.int64]:
+    def __call__(self, first: int, count: int, /) -> I64:
         """Return rows, int64; FOREIGN for a use of another dataset."""
 
 
@@ -87,10 +90,10 @@ class FutureUses:
         self.time_of = time_of
         self._horizon = max(2, min(horizon, MAX_HORIZON))
         self.base = 0
-        self._rows: NDArray[np.int64] | None = None
-        self._keys: NDArray[np.int64] = np.empty(0, np.int64)
+        self._rows: I64 | None = None
+        self._keys: I64 = np.empty(0, np.int64)
 
-    def next_use(self, rows: NDArray[np.int64], after: int) -> NDArray[np.int64]:
+    def next_use(self, rows: I64, after: int) -> I64:
         """Time of each row's next use after time ``after``; NEVER where not within the horizon."""
         self._see(after)
         # Keys are (row, time) in one integer, sorted: the next one at or above (row, after + 1) is
@@ -102,24 +105,22 @@ class FutureUses:
             else np.full(len(rows), -1)
         )
         is_known = (places < len(self._keys)) & (keys >> _TIME_BITS == rows)
-        times: NDArray[np.int64] = np.where(
-            is_known, self.base + (keys & ((1 << _TIME_BITS) - 1)), NEVER
-        )
+        times: I64 = np.where(is_known, self.base + (keys & ((1 << _TIME_BITS) - 1)), NEVER)
         return times
 
-    def used(self, first: int, end: int) -> NDArray[np.int64]:
+    def used(self, first: int, end: int) -> I64:
         """Return the rows used at times ``first`` to ``end - 1``, without times before the
         horizon.
         """
         self._see(first)
         assert self._rows is not None
         rows = self._rows[max(0, first - self.base) : max(0, end - self.base)]
-        rank_rows: NDArray[np.int64] = rows[rows != FOREIGN]
+        rank_rows: I64 = rows[rows != FOREIGN]
         return rank_rows
 
     def of_other_rows(
         self,
-        rows_of: Callable[[NDArray[np.int64]], NDArray[np.int64]],
+        rows_of: Callable[[I64], I64],
         number_of: Callable[[int], int] | None,
     ) -> FutureUses:
         """Return the uses of the rows that go with these, at the same times; ``rows_of`` gives
@@ -129,7 +130,7 @@ class FutureUses:
         others; None: k.
         """
 
-        def coming(first: int, count: int, /) -> NDArray[np.int64]:
+        def coming(first: int, count: int, /) -> I64:
             return rows_of(self._coming(first, count))
 
         return FutureUses(
@@ -147,7 +148,7 @@ class FutureUses:
 
 
 def coming_rows(
-    rows_of: Callable[[int, NDArray[np.int64]], NDArray[np.int64]],
+    rows_of: Callable[[int, I64], I64],
     walk: Walk,
     ranks: range,
     per_position: int = 1,
@@ -160,7 +161,7 @@ def coming_rows(
     """
     per_step = len(walk.batching.rows_of(ranks)) * per_position
 
-    def coming(first: int, count: int, /) -> NDArray[np.int64]:
+    def coming(first: int, count: int, /) -> I64:
         step, skip = divmod(first, per_step)
         places = walk.positions(step, -(-(skip + count) // per_step), ranks)
         rows = np.concatenate(
@@ -188,7 +189,7 @@ class Range(NamedTuple):
 
 
 def build_future_uses(
-    rows_of: Callable[[int, NDArray[np.int64]], NDArray[np.int64]],
+    rows_of: Callable[[int, I64], I64],
     walk: Walk,
     per_position: int = 1,
     only: Range | None = None,
@@ -212,7 +213,7 @@ def build_future_uses(
         own_step, place = divmod(k if only is None else only.number_of(k), own_per_step)
         return walk.number(own_step) * uses_per_step + begin + place
 
-    def own_rows(first: int, count: int, /) -> NDArray[np.int64]:
+    def own_rows(first: int, count: int, /) -> I64:
         assert only is not None
         rows = coming(first, count) - only.base
         rows[(rows < 0) | (rows >= only.size)] = FOREIGN
@@ -236,11 +237,9 @@ def ranks_on_host(world: World) -> range:
     except (KeyError, ValueError):
         return range(world.size)
     first = world.rank - rank
-    return (
-        range(first, first + size)
-        if fits and 0 <= first <= world.size - size
-        else range(world.size)
-    )
+    if fits and 0 <= first <= world.size - size:
+        return range(first, first + size)
+    return range(world.size)
 
 
 class FarthestFirst:
@@ -276,7 +275,7 @@ class FarthestFirst:
         """Whether :meth:`rebuild` is due: at first, and when the horizon has moved."""
         return self._stock_base != self._future_uses.base
 
-    def rebuild(self, rows: NDArray[np.int64], now: int) -> None:
+    def rebuild(self, rows: I64, now: int) -> None:
         """Sort all residents by their next use after time ``now``."""
         self.now = self._walked = now
         times = self._future_uses.next_use(rows, self.now)

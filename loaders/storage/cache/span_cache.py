@@ -57,7 +57,13 @@ class CachedSpan:
 
     __slots__ = ("_cache", "_fd", "_index", "_length")
 
-    def __init__(self, cache: SpanCache, index: int, length: int, fd: int) -> None:
+    def __init__(
+        self,
+        cache: SpanCache,
+        index: int,
+        length: int,
+        fd: int,
+    ) -> None:
         self._cache = cache
         self._index = index
         self._length = length

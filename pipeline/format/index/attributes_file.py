@@ -153,7 +153,35 @@ class AttributesFile:
                 schema = pq.read_schema(stream)
                 texts = [field.name for field in schema if pa.types.is_string(field.type)]
                 with pq.ParquetFile(stream, read_dictionary=texts) as file:
-                    self._check(file.metadata, schema)
+                    if file.metadata.num_columns > MAX_COLUMNS:
+                        raise IndexFileError(
+                            f"'{self._path}' has {file.metadata.num_columns} columns, at most {MAX_COLUMNS} are read"
+                        )
+                    for name, count in Counter(schema.names).items():
+                        if count > 1:
+                            raise IndexFileError(
+                                f"'{self._path}' has the column '{shortened(name)}' {count} times"
+                            )
+                    for field in schema:
+                        if field.type not in _TYPES and (field.name, field.type) != (
+                            "frame",
+                            pa.int32(),
+                        ):
+                            listed = ", ".join(map(str, _TYPES))
+                            raise IndexFileError(
+                                f"'{self._path}': column '{shortened(field.name)}' has the type "
+                                f"{shortened(field.type)}, expected one of {listed}"
+                            )
+                    for number in range(file.metadata.num_row_groups):
+                        group = file.metadata.row_group(number)
+                        columns = [group.column(column) for column in range(group.num_columns)]
+                        num_bytes = max(
+                            group.total_byte_size,
+                            sum(column.total_uncompressed_size for column in columns),
+                        )
+                        text = ATTRIBUTES.broken(num_bytes)
+                        if text is not None:
+                            raise IndexFileError(f"'{self._path}': row group {number} {text}")
                     yield file, schema
         except OSError as error:
             raise IndexFileError(
@@ -163,33 +191,3 @@ class AttributesFile:
             if isinstance(error, FuelrailError):
                 raise
             raise IndexFileError(f"'{self._path}' is damaged: {error}") from error
-
-    def _check(self, metadata: pq.FileMetaData, schema: pa.Schema) -> None:
-        if metadata.num_columns > MAX_COLUMNS:
-            raise IndexFileError(
-                f"'{self._path}' has {metadata.num_columns} columns, at most {MAX_COLUMNS} are read"
-            )
-        for name, count in Counter(schema.names).items():
-            if count > 1:
-                raise IndexFileError(
-                    f"'{self._path}' has the column '{shortened(name)}' {count} times"
-                )
-        for field in schema:
-            if field.type not in _TYPES and (field.name, field.type) != (
-                "frame",
-                pa.int32(),
-            ):
-                listed = ", ".join(map(str, _TYPES))
-                raise IndexFileError(
-                    f"'{self._path}': column '{shortened(field.name)}' has the type "
-                    f"{shortened(field.type)}, expected one of {listed}"
-                )
-        for number in range(metadata.num_row_groups):
-            group = metadata.row_group(number)
-            columns = [group.column(column) for column in range(group.num_columns)]
-            num_bytes = max(
-                group.total_byte_size,
-                sum(column.total_uncompressed_size for column in columns),
-            )
-            if (text := ATTRIBUTES.broken(num_bytes)) is not None:
-                raise IndexFileError(f"'{self._path}': row group {number} {text}")

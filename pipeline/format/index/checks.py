@@ -27,6 +27,8 @@ from fuelrail.pipeline.format.tar import MAX_KEY_BYTES
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from fuelrail.pipeline.dtypes import I32
+
 ARROW_MAGIC: Final = b"ARROW1"
 """What an Arrow file begins and ends with."""
 _TAIL_BYTES: Final = 10
@@ -260,11 +262,13 @@ def check_spans(
 
 
 def _signed(number: int) -> int:
-    return number - (1 << 64) if number >= 1 << 63 else number
+    if number >= 1 << 63:
+        return number - (1 << 64)
+    return number
 
 
 def check_caps(
-    starts: NDArray[np.int32],
+    starts: I32,
     members: Sequence[NDArray[Any]],
     names: Sequence[str],
     codecs: Sequence[str],

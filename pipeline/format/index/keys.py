@@ -86,18 +86,9 @@ def sorted_entries(index: SampleIndex, folder: Path) -> NDArray[np.void]:
     bits = max(len(entries) // _BUCKET_ROWS, 1).bit_length() - 1
     if not bits:
         return _sorted(entries)
-    return _sorted_by_buckets(entries, bits, disk)
-
-
-def _sorted(entries: NDArray[np.void]) -> NDArray[np.void]:
-    """Sort entries that are in the order of their rows by their hashes."""
-    return entries[np.argsort(entries["xxh3"], kind="stable")]
-
-
-def _sorted_by_buckets(entries: NDArray[np.void], bits: int, disk: Disk) -> NDArray[np.void]:
-    """Sort by the upper bits of the hash, then each bucket: the hashes are spread evenly, so
-    each fits in memory.
-    """
+    # Sort by the upper bits of the hash, then each bucket: the hashes are spread evenly, so each
+    # bucket fits in memory.
+    num_buckets = 1 << bits
     shift = np.uint64(64 - bits)
 
     def parts() -> Iterator[NDArray[np.void]]:
@@ -105,23 +96,32 @@ def _sorted_by_buckets(entries: NDArray[np.void], bits: int, disk: Disk) -> NDAr
             yield entries[first : first + _ROWS_AT_ONCE]
             disk.used(_ROWS_AT_ONCE)
 
-    counts = np.zeros(1 << bits, np.int64)
+    counts = np.zeros(num_buckets, np.int64)
     for part in parts():
-        counts += np.bincount((part["xxh3"] >> shift).astype(np.int64), minlength=1 << bits)
+        bucket = (part["xxh3"] >> shift).astype(np.int64)
+        counts += np.bincount(bucket, minlength=num_buckets)
     ends = np.cumsum(counts)
-    places = ends - counts
-    out: NDArray[np.void] = disk.filled(0, len(entries) * ENTRY.itemsize, np.uint8).view(ENTRY)
+    starts = ends - counts
+    places = starts.copy()
+    num_bytes = len(entries) * ENTRY.itemsize
+    out: NDArray[np.void] = disk.filled(0, num_bytes, np.uint8).view(ENTRY)
     for part in parts():
         bucket = (part["xxh3"] >> shift).astype(np.int64)
         order = np.argsort(bucket, kind="stable")
-        sizes = np.bincount(bucket, minlength=1 << bits)
-        within = np.arange(len(part)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        sizes = np.bincount(bucket, minlength=num_buckets)
+        firsts = np.cumsum(sizes) - sizes
+        within = np.arange(len(part)) - np.repeat(firsts, sizes)
         out[places[bucket[order]] + within] = part[order]
-        places = places + sizes
-    for first, end in zip(ends - counts, ends, strict=True):
-        out[first:end] = _sorted(out[first:end])
-        disk.used(int(end - first))
+        places += sizes
+    for start, end in zip(starts, ends, strict=True):
+        out[start:end] = _sorted(out[start:end])
+        disk.used(int(end - start))
     return out
+
+
+def _sorted(entries: NDArray[np.void]) -> NDArray[np.void]:
+    """Sort entries that are in the order of their rows by their hashes."""
+    return entries[np.argsort(entries["xxh3"], kind="stable")]
 
 
 def write_keys(path: Path, index: SampleIndex) -> None:
@@ -208,9 +208,8 @@ class KeyTable:
         total = self._num_samples
         guess, width = self._near(digest)
         end = len(self._file.map)
-        if (
-            self._columns_read is None
-        ):  # the file's beginning and end too, which say where the entries are
+        # The file's beginning and end too, which say where the entries are.
+        if self._columns_read is None:
             self._file.need_parts((0, 1), self._bytes_of(guess, width), (end - 1, end))
             if end <= _BACKGROUND_BYTES:  # so that the look-ups that follow find their part here
                 self._file.fetch_in_background()

@@ -123,11 +123,9 @@ class Members(Sequence[MemberEntry]):
         return iter(self._entries())
 
     def __eq__(self, other: object) -> bool:
-        return (
-            self._entries() == tuple(other)
-            if isinstance(other, (Members, tuple))
-            else NotImplemented
-        )
+        if isinstance(other, (Members, tuple)):
+            return self._entries() == tuple(other)
+        return NotImplemented
 
     def __hash__(self) -> int:
         return hash(self._entries())

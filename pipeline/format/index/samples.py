@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 import msgspec
 import numpy as np
@@ -43,6 +43,10 @@ from fuelrail.pipeline.format.index.row import (
 from fuelrail.pipeline.settings import explain
 from fuelrail.pipeline.storage.columns import Disk, numpy_dtype
 from fuelrail.pipeline.text import shortened
+
+if TYPE_CHECKING:
+    from fuelrail.pipeline.dtypes import F64, I32
+
 
 __all__ = [
     "INDEX_FILE",
@@ -214,7 +218,12 @@ class _Texts(NamedTuple):
         return str(self.utf8[self.starts[row] : self.starts[row + 1]], "utf-8")
 
 
-def _kinds(names: Sequence[str], codecs: Sequence[str], name: bytes, codec: bytes) -> MemberKinds:
+def _kinds(
+    names: Sequence[str],
+    codecs: Sequence[str],
+    name: bytes,
+    codec: bytes,
+) -> MemberKinds:
     """Return a list of names and codecs by the numbers that stand for them, 16 bits each."""
     member_names = [names[number] for number in memoryview(name).cast("h")]
     return member_kinds(
@@ -369,15 +378,15 @@ class SampleIndex:
         """Return the clip ids that rows first to end - 1 have, each once, sorted."""
         return sorted(pc.unique(self.texts("clip_id", first, end)).to_pylist())
 
-    def clip_numbers(self, first: int = 0, end: int | None = None) -> NDArray[np.int32]:
+    def clip_numbers(self, first: int = 0, end: int | None = None) -> I32:
         """Return clips of rows first to end - 1 as numbers: equal where the ids are, counted by
         first appearance.
         """
         encoded = self.texts("clip_id", first, end).dictionary_encode().combine_chunks()
-        numbers: NDArray[np.int32] = encoded.indices.to_numpy(zero_copy_only=False)
+        numbers: I32 = encoded.indices.to_numpy(zero_copy_only=False)
         return numbers
 
-    def member_totals(self) -> NDArray[np.float64]:
+    def member_totals(self) -> F64:
         """Return [3, names, codecs]: number, stored bytes and raw bytes of all members of each
         name and codec.
         """
@@ -399,9 +408,8 @@ class SampleIndex:
     def _batch(self, number: int) -> _Batch:
         batch = self._batches[number]
         if batch is None:
-            self._source.need_batch(
-                number
-            )  # not under the lock: others continue while this waits for storage
+            # Not under the lock: others continue while this waits for storage.
+            self._source.need_batch(number)
             with self._lock:  # Arrow's file reader has a read position
                 batch = self._batches[number]
                 if batch is None:
@@ -416,8 +424,11 @@ class SampleIndex:
         """Return one column of a batch, checked by itself: nothing else of the mapped batch is
         read.
         """
-        if (batch := self._batches[number]) is not None:
-            return getattr(batch, name) if name in _TEXTS else batch.scalars[_SCALARS.index(name)]
+        batch = self._batches[number]
+        if batch is not None:
+            if name in _TEXTS:
+                return getattr(batch, name)
+            return batch.scalars[_SCALARS.index(name)]
         self._source.need_batch(number)
         with self._lock:
             record = self._record_batch(number)

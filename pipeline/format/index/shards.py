@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, overload
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import IndexFileError, ManifestError
 from fuelrail.pipeline.format.index.fixed_columns import FixedColumns
 from fuelrail.pipeline.storage.columns import numpy_dtype
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.dtypes import I64
     from fuelrail.pipeline.format.index.blocks import BlockFile
     from fuelrail.pipeline.format.index.row import IndexRow
     from fuelrail.pipeline.format.manifest import Manifest
@@ -198,7 +198,7 @@ class ShardTable(Sequence[ShardEntry]):
         """The number of shards that are compressed frame by frame."""
         return int(np.count_nonzero(self._columns.read("framed", 0, self._length)))
 
-    def lengths(self, first: int, end: int) -> NDArray[np.int64]:
+    def lengths(self, first: int, end: int) -> I64:
         """Return the number of samples of shards ``first`` to ``end - 1``; raise ManifestError
         for one below 1.
         """
@@ -207,7 +207,7 @@ class ShardTable(Sequence[ShardEntry]):
         )
         if end == self._length:
             firsts = np.append(firsts, self._num_samples)
-        lengths: NDArray[np.int64] = np.diff(firsts)
+        lengths: I64 = np.diff(firsts)
         if len(lengths) and lengths.min() < 1:
             number = first + int(lengths.argmin())
             raise ManifestError(
@@ -216,7 +216,7 @@ class ShardTable(Sequence[ShardEntry]):
             )
         return lengths
 
-    def split_lengths(self, first: int, end: int) -> NDArray[np.int64]:
+    def split_lengths(self, first: int, end: int) -> I64:
         """Return the number of samples of the shards of a split, which are ``first`` to ``end -
         1``.
         """

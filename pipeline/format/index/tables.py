@@ -136,7 +136,9 @@ class _Opener:
 
 
 def open_attributes(
-    folder: Path, manifest: Manifest, origin: RemoteFolder | None = None
+    folder: Path,
+    manifest: Manifest,
+    origin: RemoteFolder | None = None,
 ) -> AttributesFile:
     """Open ``attributes.parquet``, which need not exist, as :func:`open_tables` does."""
     entry = manifest.file(ATTRIBUTES_FILE)

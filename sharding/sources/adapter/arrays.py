@@ -14,6 +14,7 @@ from fuelrail.sharding.sources.adapter.frame import Image
 from fuelrail.sharding.sources.adapter.poses import nearest_rigid
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.dtypes import I32
     from fuelrail.sharding.sources.adapter.frame import Frame, Sensors
     from fuelrail.sharding.sources.adapter.poses import Trajectory
 
@@ -114,7 +115,7 @@ def stacked_geometry(
     where: str,
     sensors: Sensors,
     frames: Sequence[Frame],
-    sizes: NDArray[np.int32],
+    sizes: I32,
     is_there: Mask,
     arrays: ClipArrays,
     rows: NDArray[np.intp],
@@ -178,7 +179,8 @@ def stacked_geometry(
         lidar_ego2global=arrays.lidar_ego2global[rows],
     )
     poses["cam2ego"] = poses["cam2ego"][camera_at].reshape(*shape, 4, 4)
-    poses["lidar2ego"] = poses["lidar2ego"][lidar_at].reshape(len(rows), len(sensors.lidars), 4, 4)
+    lidar_shape = (len(rows), len(sensors.lidars), 4, 4)
+    poses["lidar2ego"] = poses["lidar2ego"][lidar_at].reshape(lidar_shape)
     motion = arrays.motion[rows]
     return Geometry(
         cam_valid=is_there.astype(np.uint8),
@@ -219,7 +221,10 @@ def _fit_rigid(where: str, **values: F64) -> dict[str, F64]:
 
 
 def _find_unique(
-    items: Sequence[Any], name: str, size: int, where: str
+    items: Sequence[Any],
+    name: str,
+    size: int,
+    where: str,
 ) -> tuple[F64, NDArray[np.intp]]:
     """Return the distinct matrices (U, size, size) of P items, NaN for None, and of each item its
     number (P,).

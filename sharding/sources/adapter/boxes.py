@@ -23,6 +23,7 @@ from fuelrail.sharding.sources.adapter.poses import (
 )
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.dtypes import I32, U8
     from fuelrail.sharding.sources.adapter.classes import ClassMap
     from fuelrail.sharding.sources.adapter.frame import BoxRows
     from fuelrail.sharding.sources.shared.scan_report import ScanReport
@@ -78,7 +79,9 @@ def clip_boxes(
     report.unknown_points += num_unknown
     encoded: list[bytes | None] = [None] * len(rows)
     for (number_of_frame, _), data in zip(
-        labelled, encode_parts(Boxes(**columns), counts.tolist()), strict=True
+        labelled,
+        encode_parts(Boxes(**columns), counts.tolist()),
+        strict=True,
     ):
         encoded[number_of_frame] = data
     num_classes = len(classes.names) + 1
@@ -228,7 +231,8 @@ def _make_rotations(wxyz: F64, yaw: F64) -> F64:
     yaw_rotations[:, 1, 1] = cos
     yaw_rotations[:, 2, 2] = 1
     is_unit = are_unit(wxyz)
-    full = rotation_matrices(np.where(is_unit[:, None], wxyz, [1.0, 0, 0, 0]))
+    quaternions = np.where(is_unit[:, None], wxyz, [1.0, 0, 0, 0])
+    full = rotation_matrices(quaternions)
     full[~is_unit] = np.nan
     is_yaw: Mask = np.asarray(np.isnan(wxyz).all(1))
     return np.where(is_yaw[:, None, None], yaw_rotations, full)
@@ -238,7 +242,8 @@ def rows_by_key(keys: NDArray[np.integer[Any]]) -> dict[int, NDArray[np.intp]]:
     """Return the numbers of the rows with each key, ascending, by key."""
     order = np.argsort(keys, kind="stable")
     distinct, starts = np.unique(keys[order], return_index=True)
-    return dict(zip(distinct.tolist(), np.split(order, starts)[1:], strict=True))
+    parts = np.split(order, starts)[1:]
+    return dict(zip(distinct.tolist(), parts, strict=True))
 
 
 def boxes_by_key(boxes: BoxRows, keys: NDArray[np.integer[Any]]) -> dict[int, BoxRows]:
@@ -284,7 +289,7 @@ def velocities(
     return velocity
 
 
-def validity(lidar: NDArray[np.int32], radar: NDArray[np.int32]) -> tuple[NDArray[np.uint8], int]:
+def validity(lidar: I32, radar: I32) -> tuple[U8, int]:
     """Return ``valid`` of boxes (M,) by their numbers of points, -1 unknown, and how many are 1
     because it is unknown.
 

@@ -175,7 +175,9 @@ def _join_forms(first_form: _Form, second_form: _Form) -> _Form:
 
 
 def clip_series(
-    channels: Sequence[Channel], clip: Clip, frames: Sequence[Frame]
+    channels: Sequence[Channel],
+    clip: Clip,
+    frames: Sequence[Frame],
 ) -> dict[str, tuple[I64, NDArray[Any]]]:
     """Return times and values of each series that a clip has: its own, or of its frames, also of
     frames to leave out.
@@ -197,7 +199,8 @@ def clip_series(
         stamps = np.asarray(times, np.int64)
         array = np.asarray(values)
         array = array.reshape(0, *measurement.shape) if not len(stamps) else array
-        if array.shape != (len(stamps), *measurement.shape) or (np.diff(stamps) <= 0).any():
+        is_ascending = not (np.diff(stamps) <= 0).any()
+        if array.shape != (len(stamps), *measurement.shape) or not is_ascending:
             raise SourceError(
                 f"clip '{clip.name}': series '{channel.name}' has {len(stamps)} times and "
                 f"values of {list(array.shape)}; times must ascend, and each value be of "
@@ -209,7 +212,9 @@ def clip_series(
 
 
 def value_members(
-    channels: Sequence[Channel], values: Mapping[str, Any], where: str
+    channels: Sequence[Channel],
+    values: Mapping[str, Any],
+    where: str,
 ) -> list[Reference]:
     """Return references of a frame's values; raise SourceError, naming ``where``, for one unlike
     its channel.
@@ -341,7 +346,8 @@ def signals(
     first = int(np.searchsorted(stamp_ns, times_ns[0] - _BESIDE_NS, "right"))
     members: list[list[Reference]] = []
     for begin, end, time_ns in zip([first, *ends], ends, times_ns, strict=False):
-        rows = np.concatenate([(time_ns - stamp_ns[begin:end, None]) * 1e-9, values[begin:end]], 1)
+        ages_s = (time_ns - stamp_ns[begin:end, None]) * 1e-9
+        rows = np.concatenate([ages_s, values[begin:end]], 1)
         members.append(
             [computed(channel, KINDS[channel.kind].encode(rows, channel))] if begin < end else []
         )

@@ -192,7 +192,10 @@ class MemberFinder:
     make_images: Callable[[Sequence[str]], Iterator[tuple[str, Buffer]]]
 
     def find(
-        self, where: str, frames: Sequence[Frame], has_pose: Mask
+        self,
+        where: str,
+        frames: Sequence[Frame],
+        has_pose: Mask,
     ) -> tuple[list[dict[str, Entry]], list[list[StampedReference]]]:
         """Return for each frame the image or sweep by channel, in rig order, or why it is missing.
 
@@ -229,13 +232,15 @@ class MemberFinder:
                 ):
                     looked_at[ref] = channel
                     channels_seen.add(channel)
-            for frame_sweep in frame.sweeps.values() if self.points else ():
-                if frame_sweep.num_bytes is None and not frame_sweep.absent:
-                    parts[frame_sweep.ref] = Part.parse(frame_sweep.ref)
+            if self.points:
+                for frame_sweep in frame.sweeps.values():
+                    if frame_sweep.num_bytes is None and not frame_sweep.absent:
+                        parts[frame_sweep.ref] = Part.parse(frame_sweep.ref)
             for member in frame.members:
                 if isinstance(member, FileMember):
                     other_files.update(dict.fromkeys(member.files))
-        names = list(dict.fromkeys([*[part.name for part in parts.values()], *other_files]))
+        part_names = [part.name for part in parts.values()]
+        names = list(dict.fromkeys([*part_names, *other_files]))
         for name in names:
             check_inside(name, where)
         facts = facts_by_name(self.files, names)
@@ -269,18 +274,24 @@ class MemberFinder:
                     row[channel] = NO_POSE
                 else:
                     row[channel] = self._find_image(place, channel, image, known_files)
-            for lidar in self.sensors.lidars if self.points else ():
-                sweep = frame.sweeps.get(lidar.channel)
-                if sweep is None or sweep.absent:
-                    row[lidar.channel] = "no sweep" if sweep is None else sweep.absent
-                else:
-                    row[lidar.channel] = self._find_sweep(place, lidar.channel, sweep, known_files)
+            if self.points:
+                for lidar in self.sensors.lidars:
+                    sweep = frame.sweeps.get(lidar.channel)
+                    if sweep is None or sweep.absent:
+                        row[lidar.channel] = "no sweep" if sweep is None else sweep.absent
+                    else:
+                        row[lidar.channel] = self._find_sweep(
+                            place, lidar.channel, sweep, known_files
+                        )
             rows_found.append(row)
             members.append(self._find_members(place, frame, facts))
         return rows_found, members
 
     def _find_members(
-        self, place: str, frame: Frame, facts: Mapping[str, FileFacts | None]
+        self,
+        place: str,
+        frame: Frame,
+        facts: Mapping[str, FileFacts | None],
     ) -> list[StampedReference]:
         found_members = []
         for member in frame.members:
@@ -366,7 +377,11 @@ class MemberFinder:
             )
 
     def _find_image(
-        self, place: str, channel: str, image: Image, known_files: _KnownFiles
+        self,
+        place: str,
+        channel: str,
+        image: Image,
+        known_files: _KnownFiles,
     ) -> Entry:
         if not (0 <= image.width <= LARGEST_IMAGE and 0 <= image.height <= LARGEST_IMAGE):
             stated = (
@@ -449,7 +464,11 @@ class MemberFinder:
         return StampedReference(Reference(name, image.ref, num_bytes, *size), file_facts.stamp)
 
     def _find_sweep(
-        self, place: str, channel: str, sweep: Sweep, known_files: _KnownFiles
+        self,
+        place: str,
+        channel: str,
+        sweep: Sweep,
+        known_files: _KnownFiles,
     ) -> Entry:
         num_bytes = sweep.num_bytes
         stamp = ""

@@ -106,7 +106,8 @@ def quaternions(matrices: F64) -> F64:
     """
     m = np.moveaxis(matrices, 0, -1)
     trace = m[0, 0] + m[1, 1] + m[2, 2]
-    squares = np.stack([trace, m[0, 0], m[1, 1], m[2, 2]], 1)
+    axes = (m[0, 0], m[1, 1], m[2, 2])
+    squares = np.stack([trace, *axes], 1)
     # Row k of each: 4 q_k * q.
     products = np.empty((len(matrices), 4, 4))
     diagonal = 1 + 2 * squares - trace[:, None]
@@ -158,7 +159,8 @@ class Trajectory:
                 f"{where}: row {row} has the time {times[row]}, not later than "
                 f"{times[row - 1]} before it"
             )
-        matrices, sound = nearest_rigid(np.asarray(ego2global, np.float64).reshape(-1, 4, 4))
+        poses = np.asarray(ego2global, np.float64).reshape(-1, 4, 4)
+        matrices, sound = nearest_rigid(poses)
         if not sound.all():
             row = int(np.argmin(sound))
             raise SourceError(

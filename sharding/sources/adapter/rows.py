@@ -50,6 +50,7 @@ from fuelrail.sharding.sources.shared.scan_table import frame_key
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.channels.table import Channel
+    from fuelrail.pipeline.dtypes import I32
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.sharding.sources.adapter.arrays import ClipArrays
     from fuelrail.sharding.sources.adapter.boxes import ClipBoxes
@@ -177,7 +178,8 @@ class ClipRows:
             raise SourceError(f"{where} has no frames")
         self._check_frames(where, frames)
         series = clip_series(self.channels, clip, frames)
-        due = set(thinned(np.array([frame.timestamp_ns for frame in frames]), rate).tolist())
+        times = np.array([frame.timestamp_ns for frame in frames])
+        due = set(thinned(times, rate).tolist())
         frames = [frame for frame in frames if frame.timestamp_ns in due]
         arrays = clip_arrays(self.sensors, frames, trajectory, has_poses=self.has_poses)
         stamp = self._compute_stamp(clip)
@@ -282,11 +284,10 @@ class ClipRows:
         before = -1
         for number, frame in enumerate(frames):
             if frame.timestamp_ns <= before:
-                problem = (
-                    "is negative"
-                    if frame.timestamp_ns < 0
-                    else f"is not later than {before} of the frame before it"
-                )
+                if frame.timestamp_ns < 0:
+                    problem = "is negative"
+                else:
+                    problem = f"is not later than {before} of the frame before it"
                 raise SourceError(
                     f"{where}: the time of frame {number}, {frame.timestamp_ns} ns, {problem}"
                 )
@@ -377,8 +378,9 @@ class ClipRows:
                         remedy="; the option missing_camera=mask leaves the member out, "
                         "missing_camera=drop the whole frame",
                     )
-            for channel, why in lacking.items() if mask[number] else ():
-                self.report.mask(channel, why)
+            if mask[number]:
+                for channel, why in lacking.items():
+                    self.report.mask(channel, why)
         return mask
 
     def _check_sweep_poses(
@@ -412,10 +414,12 @@ class ClipRows:
         mask: Mask,
         arrays: ClipArrays,
     ) -> ClipBoxes:
-        rows = [
-            frame.boxes if is_kept else None
-            for frame, is_kept in zip(frames, mask.tolist(), strict=True)
-        ]
+        rows = []
+        for frame, is_kept in zip(frames, mask.tolist(), strict=True):
+            if is_kept:
+                rows.append(frame.boxes)
+            else:
+                rows.append(None)
         try:
             return clip_boxes(
                 rows,
@@ -431,7 +435,7 @@ class ClipRows:
         self,
         frames: Sequence[Frame],
         images_found: Sequence[Mapping[str, Entry]],
-    ) -> tuple[NDArray[np.int32], Mask]:
+    ) -> tuple[I32, Mask]:
         """Return the sizes (F, N, 2) [px], -1 where there is no image."""
         channels = [camera.channel for camera in self.sensors.cameras]
         sizes = []
@@ -485,11 +489,9 @@ def _find_absent_image(frame: Frame, channel: str) -> Image | None:
     a size.
     """
     image = frame.images.get(channel)
-    return (
-        image
-        if isinstance(image, Image) and image.stays and min(image.width, image.height) > 0
-        else None
-    )
+    if isinstance(image, Image) and image.stays and min(image.width, image.height) > 0:
+        return image
+    return None
 
 
 class _ClipFacts:

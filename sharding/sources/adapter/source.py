@@ -353,7 +353,9 @@ class FrameSource(Generic[S]):
             return None
         part = Part.parse(ref)
         path = self.files.path(part.name)
-        return None if path is None else Place(path, part.offset, part.length)
+        if path is None:
+            return None
+        return Place(path, part.offset, part.length)
 
     def open(self, ref: str) -> Buffer:
         """Return the bytes of a member: an image, points as ``.npy``, or a result of the scan."""

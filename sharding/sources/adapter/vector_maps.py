@@ -82,7 +82,8 @@ class MapWindows:
 
     def make_window(self, place: str, ego2global: F64) -> Reference:
         """Return the member at a pose (4, 4), made now: best for maps that take long to read."""
-        data = encoded_window(self._whole(place), ego2global[:3].ravel().tolist(), self.channel)
+        pose = ego2global[:3].ravel().tolist()
+        data = encoded_window(self._whole(place), pose, self.channel)
         return computed(self.channel, data)
 
     def member(self, ref: str) -> bytes:

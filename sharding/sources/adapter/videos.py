@@ -69,7 +69,9 @@ class Videos:
             raise SourceError(
                 f"video '{name}' is at the URL {self._files.shown}: copy the source to a folder"
             )
-        return None if self._files.facts(name) is None else VideoFile(path).facts()
+        if self._files.facts(name) is None:
+            return None
+        return VideoFile(path).facts()
 
     def completed(self, image: Image) -> Image | Absent:
         """Return the image that ``image.ref``, VIDEO#frame=NUMBER, names: with its size, and as one

@@ -37,13 +37,24 @@ def check_alike(datasets: Sequence[Dataset]) -> None:
     for second in datasets[1:]:
         places = f"'{first.location}' and '{second.location}'"
         for name, noun in _ALIKE.items():
-            ours, theirs = (
-                _describe_value(getattr(dataset.manifest, name)) for dataset in (first, second)
-            )
-            if ours != theirs:
+            texts = []
+            for dataset in (first, second):
+                value = getattr(dataset.manifest, name)
+                entries = value if isinstance(value, tuple) else (value,)
+                parts = []
+                for entry in entries:
+                    part = str(entry)
+                    if hasattr(entry, "channel"):
+                        part = f"{entry.channel} ({entry.source_name}"
+                        if hasattr(entry, "columns"):
+                            part += f": {' '.join(entry.columns)}"
+                        part += ")"
+                    parts.append(part)
+                texts.append(", ".join(parts))
+            if texts[0] != texts[1]:
                 raise SourceError(
                     f"{places} cannot become one dataset: the {noun} of the first are "
-                    f"{ours}, of the second {theirs}"
+                    f"{texts[0]}, of the second {texts[1]}"
                 )
         tables = []
         for dataset in (first, second):
@@ -99,13 +110,3 @@ def joined_types(tables: Sequence[Mapping[str, type]]) -> dict[str, type]:
                     f"{kind.__name__} in another"
                 )
     return types
-
-
-def _describe_value(value: object) -> str:
-    if isinstance(value, tuple) and value and not isinstance(value[0], str):
-        parts = []
-        for entry in value:
-            columns = f": {' '.join(entry.columns)}" if hasattr(entry, "columns") else ""
-            parts.append(f"{entry.channel} ({entry.source_name}{columns})")
-        return ", ".join(parts)
-    return ", ".join(value) if isinstance(value, tuple) else str(value)

@@ -140,7 +140,10 @@ class DatasetPart:
             stored = head[offset : offset + stored_bytes]
             try:
                 decoded[name] = codecs.decode(
-                    codec, stored, raw_bytes, dictionary=self.dataset.dictionary
+                    codec,
+                    stored,
+                    raw_bytes,
+                    dictionary=self.dataset.dictionary,
                 )
             except MemberError as error:
                 place = f"{row.key}.{name} of dataset '{self.dataset.location}'"

@@ -184,7 +184,12 @@ class FuelrailSource:
         )
 
     def _append_sample(
-        self, out: ScanWriter, number: int, stored: StoredSample, *, begins: str | None
+        self,
+        out: ScanWriter,
+        number: int,
+        stored: StoredSample,
+        *,
+        begins: str | None,
     ) -> None:
         """Append a sample of part ``number``; ``begins`` is the clip that begins with it."""
         row_number, entry, attributes = stored

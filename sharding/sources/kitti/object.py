@@ -77,11 +77,15 @@ class KittiObject(FrameSource[KittiObjectSettings]):
     @property
     def image_boxes(self) -> dict[str, str]:  # type: ignore[override]  # by the options
         """The left colour camera, with the option."""
-        return {"image_2": "bounds as labelled; row counts in boxes"} if self.given.boxes2d else {}
+        if self.given.boxes2d:
+            return {"image_2": "bounds as labelled; row counts in boxes"}
+        return {}
 
     @property
     def _cameras(self) -> tuple[str, ...]:
-        return tuple(_CAMERAS) if self.given.right else ("image_2",)
+        if self.given.right:
+            return tuple(_CAMERAS)
+        return ("image_2",)
 
     def category_names(self) -> tuple[str, ...]:
         """Return the classes without DontCare, which marks what is not labelled and has no box."""
@@ -178,7 +182,9 @@ class KittiObject(FrameSource[KittiObjectSettings]):
                 -1, 3, 3
             )
             bounds["image_2"] = ImageBoxRows(
-                box=np.stack(sides, 1), category=kinds, row=np.arange(len(kinds))
+                box=np.stack(sides, 1),
+                category=kinds,
+                row=np.arange(len(kinds)),
             )
             boxes = BoxRows(
                 centre=move_points(centre, rect2ego),

@@ -138,7 +138,9 @@ class Kitti(FrameSource[KittiSettings]):
 
     @property
     def _cameras(self) -> tuple[str, ...]:
-        return (*COLOUR, *GRAY) if self.given.gray else COLOUR
+        if self.given.gray:
+            return (*COLOUR, *GRAY)
+        return COLOUR
 
     def category_names(self) -> tuple[str, ...]:
         """Return the classes of the object benchmark."""
@@ -263,9 +265,12 @@ class Kitti(FrameSource[KittiSettings]):
         cams, velo, imu = (
             read_numbers(self.files, f"{calibration}{name}") for name in _CALIBRATION
         )
-        velo2cam = velo.transform(velo.matrix("R", 3, 3), velo.matrix("T", 1, 3)[0])
-        imu2velo = imu.transform(imu.matrix("R", 3, 3), imu.matrix("T", 1, 3)[0])
-        ego2rect = cams.transform(cams.matrix("R_rect_00", 3, 3), np.zeros(3)) @ velo2cam @ imu2velo
+        (velo_shift,) = velo.matrix("T", 1, 3)
+        velo2cam = velo.transform(velo.matrix("R", 3, 3), velo_shift)
+        (imu_shift,) = imu.matrix("T", 1, 3)
+        imu2velo = imu.transform(imu.matrix("R", 3, 3), imu_shift)
+        cam2rect = cams.transform(cams.matrix("R_rect_00", 3, 3), np.zeros(3))
+        ego2rect = cam2rect @ velo2cam @ imu2velo
         cameras = {
             name: camera(cams.matrix(f"P_rect_{name[-2:]}", 3, 4), ego2rect)
             for name in self._cameras
@@ -304,7 +309,8 @@ class Kitti(FrameSource[KittiSettings]):
         if lacking:
             self.noted["frames without any time, left out"] += len(lacking)
             numbers = [number for number in numbers if reference[number] != _NO_TIME]
-        if num_replaced := len(without_time) - len(lacking):
+        num_replaced = len(without_time) - len(lacking)
+        if num_replaced:
             self.noted["frames without a time of their own, which have a camera's"] += num_replaced
         boxes = self._read_tracklets(folder, invert_rigid(lidar2ego))
         members: list[list[Reference]] = [[] for _ in numbers]
@@ -337,7 +343,9 @@ class Kitti(FrameSource[KittiSettings]):
     @property
     def channels(self) -> tuple[Channel, ...]:  # type: ignore[override]  # by the options
         """The channels of oxts, with the option."""
-        return (CAN,) if self.given.oxts else ()
+        if self.given.oxts:
+            return (CAN,)
+        return ()
 
     def points(self, ref: str) -> F32:
         """Read points (P, 4), not compensated for ego's motion during the sweep."""

@@ -135,7 +135,9 @@ class FrameMaker:
                     # The centre of the first pixel is 0: in messages, its left edge is.
                     box = np.array(mark.box).reshape(-1, 4) - 0.5
                     boxes2d[channel] = ImageBoxRows(
-                        box=box, category=mark.category, track=mark.track
+                        box=box,
+                        category=mark.category,
+                        track=mark.track,
                     )
             yield Frame(
                 timestamp_ns=time,
@@ -246,15 +248,14 @@ class FrameMaker:
         index = self._index
         stated = self._given.camera_infos.get(channel)
         parts = topic.split("/")
-        beside = (
-            [stated]
-            if stated
-            else [
+        if stated:
+            beside = [stated]
+        else:
+            beside = [
                 "/".join([*parts[:end], name])
                 for end in (-1, -2, -3)
                 for name in ("camera_info", "calibration")
             ]
-        )
         frame = index.frame_ids.get(topic, "")
         info_topic = next((name for name in beside if name in index.calibrations), None)
         if info_topic is None and not stated:
@@ -274,7 +275,11 @@ class FrameMaker:
         return info_topic
 
     def _make_image(
-        self, topic: str, row: int, stamps: list[int], models: list[CameraModel]
+        self,
+        topic: str,
+        row: int,
+        stamps: list[int],
+        models: list[CameraModel],
     ) -> Image | Absent:
         if row < 0:
             apart_s = self._apart.get(topic)

@@ -164,7 +164,13 @@ class LogIndex:
                 order = np.argsort(stamps, kind="stable")
                 self.signals[topic] = (stamps[order], values[order])
 
-    def _read_file(self, file: LogFile, cameras: set[str], lidars: set[str], poses: str) -> None:
+    def _read_file(
+        self,
+        file: LogFile,
+        cameras: set[str],
+        lidars: set[str],
+        poses: str,
+    ) -> None:
         topics = file.topics
         chosen = {*cameras, *lidars, *self._signals, *self.marks, poses}
         readers = {
@@ -220,7 +226,8 @@ class LogIndex:
     ) -> None:
         """Read the messages of each topic together, and forget them."""
         for name, entries in self._found.items():
-            times_ns = np.array([entry[:2] for entry in entries], np.int64).reshape(-1, 2)
+            pairs = [entry[:2] for entry in entries]
+            times_ns = np.array(pairs, np.int64).reshape(-1, 2)
             stamps, log_ns = times_ns.T
             items = [entry[2] for entry in entries]
             mask = self._ascending_mask(name, stamps, log_ns, [item.place for item in items])
@@ -271,7 +278,11 @@ class LogIndex:
             messages.clear()
 
     def marks_of(
-        self, pictures: str, topic: str, offset_ns: int, tolerance_ns: int
+        self,
+        pictures: str,
+        topic: str,
+        offset_ns: int,
+        tolerance_ns: int,
     ) -> dict[int, Marks]:
         """Return the boxes of pictures by row: each message belongs to the picture nearest to
         it, less its delay.
@@ -286,13 +297,18 @@ class LogIndex:
                 for row_number, row in enumerate(rows)
                 if row >= 0
             }
-            if number := len(self.marks[topic]) - len(marked):
+            number = len(self.marks[topic]) - len(marked)
+            if number:
                 self.noted[f"{topic}: messages of no picture"] = number
             self._marked[pictures, topic] = marked
         return marked
 
     def _make_shot(
-        self, file: LogFile, topic: Topic, reader: Reader, message: Message
+        self,
+        file: LogFile,
+        topic: Topic,
+        reader: Reader,
+        message: Message,
     ) -> tuple[int, Shot]:
         picture = reader.picture(message)
         if reader.is_proto and not picture.stamp_ns and self._clock == "header":
@@ -326,7 +342,11 @@ class LogIndex:
             return stamp_ns, Shot(place=message.place, length=length, fault=fault)
         if topic.type in VIDEOS:
             return stamp_ns, self._make_frame(
-                file, topic=topic, message=message, picture=picture, where=where
+                file,
+                topic=topic,
+                message=message,
+                picture=picture,
+                where=where,
             )
         if topic.type in RAWS:
             check_encoding(picture.encoding, where, has_levels=topic.name in self._levels)
@@ -410,7 +430,9 @@ class LogIndex:
         if not len(stamps):
             return np.ones(0, np.bool_)
         latest, recorded_ns = self._latest.get(topic_name, (int(stamps[0]), int(log_ns[0])))
-        passed_ns = stamps - np.maximum.accumulate(np.concatenate([[latest], stamps]))[:-1]
+        all_stamps = np.concatenate([[latest], stamps])
+        latest_before = np.maximum.accumulate(all_stamps)[:-1]
+        passed_ns = stamps - latest_before
         newest = np.flatnonzero(passed_ns >= 0)
         jumps = np.flatnonzero(passed_ns > self._max_gap_ns)
         if len(jumps):
@@ -454,7 +476,10 @@ class LogIndex:
         return mask
 
     def _drop_reset_edges(
-        self, topic: str, messages: Sequence[Message], parts: Sequence[Edges]
+        self,
+        topic: str,
+        messages: Sequence[Message],
+        parts: Sequence[Edges],
     ) -> list[Edges]:
         """Drop edges of a clock that was set back: frames of a topic have clocks of their own."""
         edges = []

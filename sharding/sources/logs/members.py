@@ -114,10 +114,30 @@ class LogMembers:
     def read(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, Buffer]]:
         """Yield each member with its job, in the order of the recording."""
         todo: dict[Locator, list[Job | tuple[_Group, int]]] = {}
+        videos: dict[tuple[str, str], list[Job]] = {}
         for job in jobs:
-            if job.kind != "video":
+            if job.kind == "video":
+                videos.setdefault((job.log, job.topic), []).append(job)
+            else:
                 todo.setdefault(job.place, []).append(job)
-        for group in self._group_jobs([job for job in jobs if job.kind == "video"]):
+        # The runs of messages from a keyframe to the last one wanted; runs that touch are one.
+        groups: list[_Group] = []
+        for (log, topic), topic_jobs in videos.items():
+            places = self._all_places(log, topic)
+            number_of = {place: number for number, place in enumerate(places)}
+            rows = sorted(
+                (number_of[job.key or job.place], number_of[job.place], job) for job in topic_jobs
+            )
+            last = -2
+            for key, number, job in rows:
+                if key > last + 1:
+                    groups.append(
+                        _Group(topic=topic, places=places, first=key, last=number, jobs={})
+                    )
+                last = number
+                groups[-1].jobs[number] = job
+                groups[-1] = groups[-1]._replace(last=number)
+        for group in groups:
             for number in range(group.first, group.last + 1):
                 todo.setdefault(group.places[number], []).append((group, number))
         decoders: dict[int, StreamDecoder] = {}
@@ -174,38 +194,9 @@ class LogMembers:
                 self._topics.levels.get(job.topic, FULL),
             )
         data = memoryview(message.data)[picture.offset : picture.offset + picture.length]
-        return plain_or_damaged(data) if job.kind == "palette" else data
-
-    def _group_jobs(self, jobs: Sequence[Job]) -> list[_Group]:
-        """Return the runs of messages from a keyframe to the last one wanted; runs that touch
-        are one.
-        """
-        by_topic: dict[tuple[str, str], list[Job]] = {}
-        for job in jobs:
-            by_topic.setdefault((job.log, job.topic), []).append(job)
-        groups: list[_Group] = []
-        for (log, topic), topic_jobs in by_topic.items():
-            places = self._all_places(log, topic)
-            number_of = {place: number for number, place in enumerate(places)}
-            rows = sorted(
-                (number_of[job.key or job.place], number_of[job.place], job) for job in topic_jobs
-            )
-            last = -2
-            for key, number, job in rows:
-                if key > last + 1:
-                    groups.append(
-                        _Group(
-                            topic=topic,
-                            places=places,
-                            first=key,
-                            last=number,
-                            jobs={},
-                        )
-                    )
-                last = number
-                groups[-1].jobs[number] = job
-                groups[-1] = groups[-1]._replace(last=number)
-        return groups
+        if job.kind == "palette":
+            return plain_or_damaged(data)
+        return data
 
     def _list_places(self, log: str, topic: str) -> list[Locator]:
         parts = [self._file(name).places(topic) for name in dict(self._recordings.logs)[log]]

@@ -268,7 +268,9 @@ class LogSource(FrameSource[LogSettings]):
     @property
     def columns(self) -> dict[str, type]:  # type: ignore[override]  # of these logs, not of the kind
         """The columns of the position, where it is recorded."""
-        return dict.fromkeys(FIX_COLUMNS, float) if self.topics.gps else {}
+        if self.topics.gps:
+            return dict.fromkeys(FIX_COLUMNS, float)
+        return {}
 
     @property
     def channels(self) -> tuple[Channel, ...]:  # type: ignore[override]  # of these logs, not of the kind

@@ -45,7 +45,10 @@ def estimated_offset_ns(reference_ns: I64, stamps_ns: I64) -> int:
 
 
 def matched(
-    reference_ns: I64, stamps_ns: I64, offset_ns: int, tolerance_ns: int
+    reference_ns: I64,
+    stamps_ns: I64,
+    offset_ns: int,
+    tolerance_ns: int,
 ) -> NDArray[np.intp]:
     """Return for each reference time the row of the message nearest to it plus the offset; -1
     beyond the tolerance.

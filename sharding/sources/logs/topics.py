@@ -105,9 +105,8 @@ class LogTopics:
             return tuple(channels_found)
         radars = self._recordings.chosen("radars", self.given.radars, CLOUDS)
         names_in_use = {*self.cameras, *self.lidars}
-        if bad := [
-            name for name in self.given.radars if name in names_in_use or name not in radars
-        ]:
+        bad = [name for name in self.given.radars if name in names_in_use or name not in radars]
+        if bad:
             raise ConfigError(
                 f"radars: '{bad[0]}' must be in lower case, and no other channel: "
                 f"{', '.join(sorted(names_in_use))}"

@@ -134,7 +134,8 @@ class Annotations:
         nuScenes' are by the links between annotations.
         """
         rows, counts = self._find_rows(scene.samples)
-        number = np.array([*map(list(attributes).index, self.attribute_names), -1], np.int64)
+        numbers = map(list(attributes).index, self.attribute_names)
+        number = np.array([*numbers, -1], np.int64)
         visibility = self.links["visibility_token"][rows]
         stated = self.columns.get("velocity")
         category = self._joined["instance"].links["category_token"][

@@ -114,23 +114,20 @@ _Points = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)] | None
 _COLUMNS: Final = {
     "timestamp": Field(int, _stack_numbers(np.int64)),  # [us]
     "filename": Field(str, list),
-    "is_valid": Field(
-        bool, _stack_numbers(np.bool_), True
-    ),  # T4 marks data to be ignored with false
+    # T4 marks data to be ignored with false.
+    "is_valid": Field(bool, _stack_numbers(np.bool_), True),
     "width": Field(int | None, _stack_sides, 0),
     "height": Field(int | None, _stack_sides, 0),
     "translation": Field(_Vector3, _stack_vectors(3)),
     "rotation": Field(_Vector4, _stack_vectors(4)),
     "size": Field(_Vector3, _stack_vectors(3)),  # width, length, height
-    "velocity": Field(
-        _Vector3 | None, _stack_velocities, None
-    ),  # [m/s] in global (T4); null is unknown
+    # [m/s] in global (T4); null is unknown.
+    "velocity": Field(_Vector3 | None, _stack_velocities, None),
     "num_lidar_pts": Field(_Points, _stack_point_counts, -1),
     "num_radar_pts": Field(_Points, _stack_point_counts, -1),
     "camera_intrinsic": Field(tuple[_Vector3, ...], _stack_intrinsics),
-    "camera_distortion": Field(
-        tuple[float, ...] | None, _stack_lenses, ()
-    ),  # of T4, in OpenCV's order
+    # Of T4, in OpenCV's order.
+    "camera_distortion": Field(tuple[float, ...] | None, _stack_lenses, ()),
 }
 _CHECKED: Final = ("translation", "rotation", "size")
 _LINKS: Final = {

@@ -551,7 +551,9 @@ class NuScenesSource(TableSource[NuScenesOptions]):
         """Return file of an image on this machine; None for lidar, which :meth:`open` makes
         arrays of, and at a URL.
         """
-        return None if ref.startswith(("[", "{")) else super().place(ref)
+        if ref.startswith(("[", "{")):
+            return None
+        return super().place(ref)
 
     def open(self, ref: str) -> Buffer:
         """Return bytes of a member; a lidar sweep as ``.npy``, float32 (P, 5) in the lidar
@@ -559,11 +561,9 @@ class NuScenesSource(TableSource[NuScenesOptions]):
         """
         if ref.startswith("{"):
             return msgspec.json.decode(ref, type=CanMessages).member(self.files.read)
-        return (
-            msgspec.json.decode(ref, type=SweepList).member(self.points)
-            if ref.startswith("[")
-            else super().open(ref)
-        )
+        if ref.startswith("["):
+            return msgspec.json.decode(ref, type=SweepList).member(self.points)
+        return super().open(ref)
 
     def _version(self) -> str:
         """Name of the tables' folder."""

@@ -264,9 +264,24 @@ class T4(TableSource[T4Settings]):
             disk = Disk(self._folder)
             joined = Joined(self._tables(dataset), disk, T4_KEYFRAMES)
             keyframes = Keyframes(joined, disk, None, dataset, stay=False)
-            in_images = (
-                self._read_image_annotations(joined, dataset) if self.given.boxes2d else None
-            )
+            # Annotations in images with their categories, by row of `sample_data`.
+            in_images: dict[str, list[tuple[_ImageAnnotation, str]]] = {}
+            if self.given.boxes2d:
+                category = joined["category"]
+                records = self._tables(dataset).all("object_ann", _ImageAnnotation)
+                links = [record.category_token for record in records]
+                categories = category.tokens.find(links)
+                category.tokens.check(
+                    categories,
+                    links,
+                    table="object_ann",
+                    column="category_token",
+                    owners=[record.token for record in records],
+                    may_be_empty=False,
+                )
+                for record, category_row in zip(records, categories.tolist(), strict=True):
+                    name = category.records[category_row].name
+                    in_images.setdefault(record.sample_data_token, []).append((record, name))
         ((_, samples),) = keyframes.scenes()
         rows = keyframes.scene_rows(samples)
         boxes = Annotations(joined, disk).scene_boxes(rows, self.box_attributes)
@@ -287,7 +302,7 @@ class T4(TableSource[T4Settings]):
             boxes2d: dict[str, ImageBoxRows] = {}
             for channel, image in rows.images[number].items():
                 images[channel] = Absent(NOT_VALID) if image.absent else image
-                if in_images is not None and not image.absent:
+                if self.given.boxes2d and not image.absent:
                     stated = in_images.get(image.token, [])
                     row_of = {track: row for row, track in enumerate(own_boxes.track or ())}
                     boxes2d[channel] = ImageBoxRows(
@@ -354,30 +369,6 @@ class T4(TableSource[T4Settings]):
                     hint=hint,
                     num_bytes=_RADAR_BYTES,
                 )
-
-    def _read_image_annotations(
-        self, joined: Joined, dataset: str
-    ) -> dict[str, list[tuple[_ImageAnnotation, str]]]:
-        """Return annotations in images with their categories, by row of ``sample_data``."""
-        category = joined["category"]
-        records = self._tables(dataset).all("object_ann", _ImageAnnotation)
-        links = [record.category_token for record in records]
-        owners = [record.token for record in records]
-        numbers = category.tokens.find(links)
-        category.tokens.check(
-            numbers,
-            links,
-            table="object_ann",
-            column="category_token",
-            owners=owners,
-            may_be_empty=False,
-        )
-        annotations: dict[str, list[tuple[_ImageAnnotation, str]]] = {}
-        for record, number in zip(records, numbers.tolist(), strict=True):
-            annotations.setdefault(record.sample_data_token, []).append(
-                (record, category.records[number].name)
-            )
-        return annotations
 
 
 def _list_inside(files: SourceFiles, folder: str) -> list[str]:

@@ -216,7 +216,9 @@ class Tables:
 
 
 def _decode_pieces(
-    file: BinaryIO, path: str, decode: Callable[[bytes], list[R]]
+    file: BinaryIO,
+    path: str,
+    decode: Callable[[bytes], list[R]],
 ) -> Iterator[list[R]]:
     """Cut a JSON list of objects into lists of whole objects, and decode those.
 

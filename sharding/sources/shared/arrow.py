@@ -68,7 +68,9 @@ def names_in(files: SourceFiles, folder: str, *parts: str) -> list[str]:
 
 
 def read_feather(
-    files: SourceFiles, name: str, types: Mapping[str, pa.DataType]
+    files: SourceFiles,
+    name: str,
+    types: Mapping[str, pa.DataType],
 ) -> dict[str, NDArray[Any]]:
     """Read these columns of a feather file, in these types (:func:`columns`)."""
     data = read_file(files, name)
@@ -119,7 +121,9 @@ def open_mapped(mapped: pa.Buffer, where: str, *, read_whole: bool = False) -> A
     limit = TABLE_OF_LOG if read_whole else TABLE
     check_most(num_bytes_held, f"{where}, decoded,", limit.maximum)
     with parsing(where):
-        return pa.ipc.open_file(mapped) if is_file else pa.ipc.open_stream(mapped)
+        if is_file:
+            return pa.ipc.open_file(mapped)
+        return pa.ipc.open_stream(mapped)
 
 
 def check_expanded(rows: pa.RecordBatch | pa.Table, where: str) -> None:
@@ -157,14 +161,19 @@ def byte_ranges(data: pa.Array, mapped: pa.Buffer, advice: str) -> list[tuple[in
     ends = np.frombuffer(offsets, dtype)[data.offset : data.offset + len(data) + 1]
     ends = ends.astype(np.int64)
     begin = content.address - mapped.address if content is not None else 0
-    if ends[0] < ends[-1] and not 0 <= begin + ends[0] <= begin + ends[-1] <= mapped.size:
+    first = begin + ends[0]
+    last = begin + ends[-1]
+    if first < last and not 0 <= first <= last <= mapped.size:
         raise ValueError(f"its record batches are compressed: {advice}")
     sizes = np.where(data.is_valid().to_numpy(zero_copy_only=False), np.diff(ends), 0)
-    return list(zip((begin + ends[:-1]).tolist(), sizes.tolist(), strict=True))
+    starts = begin + ends[:-1]
+    return list(zip(starts.tolist(), sizes.tolist(), strict=True))
 
 
 def columns(
-    table: pa.Table, where: str, types: Mapping[str, pa.DataType]
+    table: pa.Table,
+    where: str,
+    types: Mapping[str, pa.DataType],
 ) -> dict[str, NDArray[Any]]:
     """Return columns of a table by name, cast where no value changes; texts are arrays of objects,
     lists are rows.
@@ -173,7 +182,8 @@ def columns(
     that does not go: floating-point numbers are never taken for integers, because times in
     nanoseconds do not fit into them.
     """
-    if missing := [name for name in types if name not in table.column_names]:
+    missing = [name for name in types if name not in table.column_names]
+    if missing:
         raise SourceError(
             f"{where} has no column '{missing[0]}'; it has {', '.join(table.column_names)}"
         )
@@ -214,7 +224,10 @@ def check_unique(names: Sequence[Any], where: str, noun: str) -> None:
 
 
 def unique_pairs(
-    table: Mapping[str, NDArray[Any]], names: tuple[str, str], where: str, noun: str
+    table: Mapping[str, NDArray[Any]],
+    names: tuple[str, str],
+    where: str,
+    noun: str,
 ) -> list[tuple[Any, Any]]:
     """Return the pairs of values of two columns; raise SourceError, naming ``where``, for one that
     is there twice.
@@ -248,7 +261,8 @@ def read_parquet(
             names_known = [column for column in types if column in file.schema_arrow.names]
             table = file.read(names_known, use_threads=False)
         names = file.schema_arrow.names
-    if missing := [column for column in types if column not in names]:
+    missing = [column for column in types if column not in names]
+    if missing:
         raise SourceError(f"{where} has no column '{missing[0]}'; it has {', '.join(names)}")
     return columns(table, where, types)
 
@@ -314,16 +328,15 @@ class BoundedParquet(pq.ParquetFile):  # type: ignore[misc] # pyarrow has no typ
             if num_bytes_of_group > _MOST_COLUMN:
                 rows = _MOST_COLUMN * row_group.num_rows // num_bytes_of_group
                 self._rows_at_once = max(min(self._rows_at_once, rows), 1)
-        self._packed = (
-            pq.ParquetFile(
+        if self._bytes_columns:
+            self._packed = pq.ParquetFile(
                 source,
                 metadata=self.metadata,
                 read_dictionary=self._bytes_columns,
                 **options,
             )
-            if self._bytes_columns
-            else None
-        )
+        else:
+            self._packed = None
 
     def _count_bytes(self, group: int, number: int) -> int:
         """Return the bytes that a column of a row group takes at most when it is decoded."""
@@ -357,10 +370,12 @@ class BoundedParquet(pq.ParquetFile):  # type: ignore[misc] # pyarrow has no typ
                 f"{self._where}: {len(batch)} rows, decoded,",
                 _MOST_COLUMN,
             )
-            arrays = [
-                array if array.type == kinds.field(name).type else _decode_dictionaries(array)
-                for name, array in zip(batch.schema.names, batch.columns, strict=True)
-            ]
+            arrays = []
+            for name, array in zip(batch.schema.names, batch.columns, strict=True):
+                if array.type == kinds.field(name).type:
+                    arrays.append(array)
+                else:
+                    arrays.append(_decode_dictionaries(array))
             yield pa.RecordBatch.from_arrays(
                 arrays, names=batch.schema.names
             ).replace_schema_metadata(kinds.metadata)

@@ -118,11 +118,9 @@ def source_files(location: str, named: str = "") -> SourceFiles:
 
     ``named``: a file that the user named, which may be any link.
     """
-    return (
-        UrlFiles(location)
-        if is_url(location)
-        else FolderFiles(location.removeprefix("file://"), named)
-    )
+    if is_url(location):
+        return UrlFiles(location)
+    return FolderFiles(location.removeprefix("file://"), named)
 
 
 class FolderFiles(_VisibleNames):

@@ -177,8 +177,9 @@ class Cut:
         """Return the records all of whose ``links``, by column, are there; without ``is_on`` all
         of them.
         """
-        for column, tokens in links.items() if self.is_on else ():
-            rows = tokens.find([getattr(record, column) for record in records]).tolist()
-            self.count(table, column, sum(row < 0 for row in rows))
-            records = [record for record, row in zip(records, rows, strict=True) if row >= 0]
+        if self.is_on:
+            for column, tokens in links.items():
+                rows = tokens.find([getattr(record, column) for record in records]).tolist()
+                self.count(table, column, sum(row < 0 for row in rows))
+                records = [record for record, row in zip(records, rows, strict=True) if row >= 0]
         return records

@@ -57,7 +57,8 @@ def parse_points(data: bytes, columns: Sequence[str], where: str) -> F32:
         return np.asarray(array, np.float32)
     if data.startswith(_PCD):
         fields = read_pcd(data, where)
-        if missing := [name for name in columns if name not in fields]:
+        missing = [name for name in columns if name not in fields]
+        if missing:
             raise SourceError(f"{where} has no {missing[0]}, its fields are {', '.join(fields)}")
         return np.stack([fields[name].astype(np.float32) for name in columns], 1)
     if len(data) % (4 * len(columns)):
@@ -93,7 +94,8 @@ def read_pcd(data: bytes, where: str) -> dict[str, NDArray[Any]]:
             f"{' '.join(forms):.200} and COUNT {' '.join(counts):.80}; wanted are fields of "
             "one number each"
         )
-    if unknown := [form for form in forms if form not in _PCD_TYPES]:
+    unknown = [form for form in forms if form not in _PCD_TYPES]
+    if unknown:
         raise SourceError(
             f"{where} has a field of TYPE and SIZE {unknown[0]:.20}; known are "
             f"{', '.join(_PCD_TYPES)}"
@@ -108,7 +110,9 @@ def read_pcd(data: bytes, where: str) -> dict[str, NDArray[Any]]:
     with parsing(where, "is not a valid PCD"):
         if head["DATA"] == ["ascii"]:
             rows = np.loadtxt(
-                io.BytesIO(data[position:]), ndmin=2, max_rows=number or None
+                io.BytesIO(data[position:]),
+                ndmin=2,
+                max_rows=number or None,
             ).reshape(-1, len(names))
             return dict(zip(names, rows.T, strict=True))
         if head["DATA"] != ["binary"]:

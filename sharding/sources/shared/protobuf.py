@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from fuelrail.pipeline.errors import SourceError
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.dtypes import U8
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.pipeline.sample.schema import I64
     from fuelrail.sharding.sources.shared.windows import FileWindow
@@ -63,7 +64,7 @@ def fields(data: bytes) -> Iterator[tuple[int, int, int | bytes]]:
 
 def alike(
     messages: Sequence[bytes], fail: Fail
-) -> Iterator[tuple[NDArray[np.intp], NDArray[np.uint8], dict[int, slice]]]:
+) -> Iterator[tuple[NDArray[np.intp], U8, dict[int, slice]]]:
     """Yield the messages that have the same fields of the same lengths together, so that they are
     read as columns.
 
@@ -94,9 +95,11 @@ def alike(
             table = table[~same]
 
 
-def numbers(columns: NDArray[np.uint8]) -> I64:
+def numbers(columns: U8) -> I64:
     """Return the varints (N,) whose bytes are the rows of (N, B)."""
-    return (columns & 0x7F).astype(np.int64) @ (1 << 7 * np.arange(columns.shape[1]))
+    digits = (columns & 0x7F).astype(np.int64)
+    weights = 1 << 7 * np.arange(columns.shape[1])
+    return digits @ weights
 
 
 def spans(
@@ -252,8 +255,10 @@ class Proto:
 
     def span(self, name: str) -> tuple[int, int]:
         """Return offset and length of bytes."""
-        spans = self._fields.get(name)
-        return spans[-1] if spans else (0, 0)
+        spans: Sequence[tuple[int, int]] = self._fields.get(name, ())
+        if spans:
+            return spans[-1]
+        return 0, 0
 
     def raw(self, name: str) -> bytes:
         """Return bytes."""
@@ -266,12 +271,15 @@ class Proto:
 
     def number(self, name: str) -> int:
         """Return an integer, of either encoding; 0 where it is absent, as proto3 has it."""
-        value = self._fields.get(name, [0])[-1]
-        return int.from_bytes(value, "little") if isinstance(value, bytes) else value
+        value: int | bytes = self._fields.get(name, [0])[-1]
+        if isinstance(value, bytes):
+            return int.from_bytes(value, "little")
+        return value
 
     def double(self, name: str) -> float:
         """Return a double."""
-        return float(struct.unpack("<d", self._fields.get(name, [bytes(8)])[-1])[0])
+        encoded = self._fields.get(name, [bytes(8)])[-1]
+        return float(struct.unpack("<d", encoded)[0])
 
     def doubles(self, name: str) -> list[float]:
         """Return repeated doubles, packed or not."""
@@ -305,7 +313,9 @@ class Proto:
     def message(self, name: str) -> Proto:
         """Return a nested message; an empty one where it is absent."""
         messages = self.messages(name)
-        return messages[-1] if messages else Proto(b"", self._names, "")
+        if messages:
+            return messages[-1]
+        return Proto(b"", self._names, "")
 
     @property
     def stamp_ns(self) -> int:

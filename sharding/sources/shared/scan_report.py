@@ -102,7 +102,8 @@ class ScanReport(msgspec.Struct, kw_only=True):
         """
         points = intrinsics[..., :2, 2]
         # Where a point is NaN it counts as inside.
-        outside = ((points < -0.5) | (points > sizes - 0.5)).any(-1) & (sizes > 0).all(-1)
+        is_beyond = (points < -0.5) | (points > sizes - 0.5)
+        outside = is_beyond.any(-1) & (sizes > 0).all(-1)
         for channel, number in zip(channels, np.count_nonzero(outside, 0).tolist(), strict=True):
             text = (
                 "principal point outside of the image: are the intrinsics those of images of "
@@ -151,7 +152,8 @@ class ScanReport(msgspec.Struct, kw_only=True):
             for name, number in sorted(self.noted.items())
         ]
         lines += noted[:_MOST_NAMES]
-        if more := len(noted[_MOST_NAMES:]):
+        more = len(noted[_MOST_NAMES:])
+        if more:
             lines.append(f"  noted: {more:,} more, in provenance.scan of the manifest")
         lines += _format_lines(
             {
@@ -190,7 +192,9 @@ def _format_lines(counts: Mapping[str, Mapping[str, float]]) -> list[str]:
 def _escape_name(name: str, limit: int = _MOST_CHARACTERS) -> str:
     """Return a name of the source that is safe to print."""
     short = name if len(name) <= limit else name[:limit] + "..."
-    return short if short and short.isprintable() else ascii(short)
+    if short and short.isprintable():
+        return short
+    return ascii(short)
 
 
 class _Cause:
@@ -235,7 +239,14 @@ class Findings:
         if self._counts[table] <= MOST_FINDINGS:
             self._texts.append(text)
 
-    def add_cause(self, table: str, cause: str, place: str, fault: str, remedy: str = "") -> None:
+    def add_cause(
+        self,
+        table: str,
+        cause: str,
+        place: str,
+        fault: str,
+        remedy: str = "",
+    ) -> None:
         """Note a finding of one ``cause``, whose places are one finding: the first is shown, with
         their number.
 

@@ -44,6 +44,7 @@ from fuelrail.pipeline.storage.columns import Disk, numpy_dtype
 from fuelrail.pipeline.text import shortened
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.dtypes import U64
     from fuelrail.sharding.sources.shared.pictures import Depth
 
 ROWS_PER_BATCH: Final = 1024
@@ -186,11 +187,9 @@ class ScanWriter:
 
     def depth(self, requested: Depth, damaged_image: str) -> Depth:
         """Return how much of each image a source with these options must read."""
-        return (
-            "ends"
-            if requested == "head" and (self._is_check or damaged_image != "error")
-            else requested
-        )
+        if requested == "head" and (self._is_check or damaged_image != "error"):
+            return "ends"
+        return requested
 
     def begin_clip(self, clip_id: str, clip_name: str, clip_token: str) -> None:
         """Start the next clip; raises SourceError for an id that already was or that is not a
@@ -308,7 +307,7 @@ class ScanWriter:
         return [META, GEOMETRY, *boxes, *sorted(self._kinds, key=place)]
 
     @property
-    def stamps(self) -> NDArray[np.uint64]:
+    def stamps(self) -> U64:
         """The stamp of each row, once all rows are there."""
         return self._stamps.values
 
@@ -353,7 +352,12 @@ class ScanWriter:
         self._pending_stamps = []
 
 
-def _check_cap(name: str, place: str, num_bytes: int, key: str) -> None:
+def _check_cap(
+    name: str,
+    place: str,
+    num_bytes: int,
+    key: str,
+) -> None:
     if num_bytes > member_cap(name):
         raise SourceError(
             f"'{place}' ({name} of sample {key}) has {num_bytes} bytes; such a member has "
@@ -372,7 +376,9 @@ def stored_estimate(member: Reference) -> int:
     """Estimate the stored size of a sensor member for planning: arrays shrink to about half,
     encoded images do not.
     """
-    return member.bytes // 2 if _is_compressible(member.name) else member.bytes
+    if _is_compressible(member.name):
+        return member.bytes // 2
+    return member.bytes
 
 
 def _is_compressible(name: str) -> bool:
@@ -384,7 +390,9 @@ def uncompressed_share(members: Sequence[Reference]) -> float:
     :func:`stored_estimate`.
     """
     estimate = sum(map(stored_estimate, members))
-    return sum(member.bytes for member in members) / estimate if estimate else 1.0
+    if estimate:
+        return sum(member.bytes for member in members) / estimate
+    return 1.0
 
 
 class ScanTable:

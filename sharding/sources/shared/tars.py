@@ -113,7 +113,9 @@ class _Unpacked:
             begin = len(self._last) - self._back
             data = self._last[begin : begin + length]
             self._back -= len(data)
-            return data + self.read(length - len(data)) if len(data) < length else data
+            if len(data) < length:
+                return data + self.read(length - len(data))
+            return data
         pieces = []
         num_bytes = 0
         while num_bytes < length and (piece := self._stream.read(length - num_bytes)):
@@ -186,7 +188,10 @@ def compressed_members(
             stack.enter_context(stream)
         plain = cast("BinaryIO", _Unpacked(stream))
         for opened, info in _iter_regular_files(
-            plain, where, ignore_zeros=ignore_zeros, noted=noted
+            plain,
+            where,
+            ignore_zeros=ignore_zeros,
+            noted=noted,
         ):
             data = None
             if names is None or info.name in names:
@@ -214,7 +219,9 @@ def _iter_regular_files(
         with parsing(where, _BAD):
             file.seek(start)
             opened = tarfile.open(  # noqa: SIM115 - it holds nothing
-                fileobj=file, mode="r:", tarinfo=_BoundedInfo
+                fileobj=file,
+                mode="r:",
+                tarinfo=_BoundedInfo,
             )
         num_tars += 1
         while True:
@@ -251,7 +258,12 @@ def _iter_regular_files(
 
 
 def _look_at_end(
-    file: BinaryIO, end: int, num_bytes: int, *, where: str, ignore_zeros: bool
+    file: BinaryIO,
+    end: int,
+    num_bytes: int,
+    *,
+    where: str,
+    ignore_zeros: bool,
 ) -> tuple[int | None, str]:
     """Return where another tar begins behind the end of one, None for nowhere, and what is wrong
     with the end.

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple
 import numpy as np
 import simplejpeg
 from msgspec import Meta
-from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import ConfigError, SourceError, needs
 from fuelrail.sharding.sources.adapter.source import FrameSettings
@@ -32,6 +31,7 @@ from fuelrail.sharding.sources.shared.pictures import (
 from fuelrail.sharding.sources.shared.protobuf import varint
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.dtypes import U8
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.pipeline.sample.schema import F64
 
@@ -145,7 +145,9 @@ def check_decoder(where: str) -> None:
 
 
 def video_frames(
-    path: str, numbers: Iterable[int], form: JpegForm = _AS_DECODED
+    path: str,
+    numbers: Iterable[int],
+    form: JpegForm = _AS_DECODED,
 ) -> Iterator[tuple[int, bytes]]:
     """Yield these frames of a video file with their numbers, as JPEG, in the order of presentation.
 
@@ -358,7 +360,10 @@ class StreamDecoder:
         self.num_decoded = 0
 
     def push(
-        self, number: int, data: Buffer, frame_numbers: set[int]
+        self,
+        number: int,
+        data: Buffer,
+        frame_numbers: set[int],
     ) -> Iterator[tuple[int, bytes]]:
         """Decode the packet of frame ``number``; yield what is ready of the wanted frames, with
         their numbers.
@@ -438,7 +443,9 @@ def is_keyframe(data: Buffer, codec: str, where: str) -> bool:
     while position >= 0 and position + 3 < len(head):
         kind = head[position + 3] & 0x1F if name == "h264" else head[position + 3] >> 1 & 0x3F
         if kind <= 5 if name == "h264" else kind < 32:  # a picture
-            return kind == 5 if name == "h264" else 16 <= kind < 24
+            if name == "h264":
+                return kind == 5
+            return 16 <= kind < 24
         has_parameters |= kind == (7 if name == "h264" else 33)
         position = head.find(b"\0\0\1", position + 3)
     # notes of an encoder may fill the head; only a keyframe's parameter sets precede them
@@ -524,12 +531,12 @@ class _Encoder:
             planes = _convert_planes(planes, matrix, is_full)
         contiguous = map(np.ascontiguousarray, planes)
         data: bytes = simplejpeg.encode_jpeg_yuv_planes(*contiguous, quality=self._form.quality)
-        return data if self._form.size is None else StoredJpeg(data)
+        if self._form.size is None:
+            return data
+        return StoredJpeg(data)
 
 
-def _convert_planes(
-    planes: Sequence[NDArray[np.uint8]], matrix: int, is_full: bool
-) -> list[NDArray[np.uint8]]:
+def _convert_planes(planes: Sequence[U8], matrix: int, is_full: bool) -> list[U8]:
     """Convert planes to BT.601 of full range; the product of two matrices of ITU-T H.273, 8.3.
 
     Gray stays gray: new luma is the old one and a little of both chromas, new chroma is of the
@@ -543,7 +550,7 @@ def _convert_planes(
     y_scale, c_scale = (1.0, 1.0) if is_full else (255 / 219, 255 / 224)
     black = 0 if is_full else 16
 
-    def mix_chromas(blue_share: float, red_share: float) -> NDArray[np.uint8]:
+    def mix_chromas(blue_share: float, red_share: float) -> U8:
         return np.asarray(
             cv2.addWeighted(blue, blue_share, red, red_share, 128 * (1 - blue_share - red_share)),
             np.uint8,
@@ -573,4 +580,5 @@ def _make_ycc2rgb(matrix: int) -> F64:
     kg = 1 - kr - kb
     red = 2 * (1 - kr)
     blue = 2 * (1 - kb)
-    return np.array([[1, 0, red], [1, -kb * blue / kg, -kr * red / kg], [1, blue, 0]])
+    green = [1, -kb * blue / kg, -kr * red / kg]
+    return np.array([[1, 0, red], green, [1, blue, 0]])

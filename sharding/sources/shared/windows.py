@@ -78,7 +78,9 @@ def open_file(files: SourceFiles, name: str, ahead: int = 0) -> BinaryIO:
     if facts is None:
         raise SourceError(f"file '{files.shown}/{name}' is not there")
     ranges = _Ranges(files, name, facts.num_bytes)
-    return io.BufferedReader(ranges, ahead) if ahead else cast("BinaryIO", ranges)
+    if ahead:
+        return io.BufferedReader(ranges, ahead)
+    return cast("BinaryIO", ranges)
 
 
 class _Ranges(io.RawIOBase):

@@ -134,7 +134,9 @@ def _collect_columns(rows: Rows) -> dict[str, Any]:
             raise SourceError(
                 f"table '{rows.table}' has {', '.join(present)} of {name}, but no {missing}{cure}"
             )
-        return rows.vector(name, parts) if present or name in rows else None
+        if present or name in rows:
+            return rows.vector(name, parts)
+        return None
 
     def required(name: str, parts: Sequence[str]) -> F64:
         value = vector(name, parts)
@@ -158,7 +160,10 @@ def _collect_columns(rows: Rows) -> dict[str, Any]:
 
 
 def _make_box_rows(
-    values: dict[str, Any], part: slice | NDArray[np.intp], *, in_global: bool
+    values: dict[str, Any],
+    part: slice | NDArray[np.intp],
+    *,
+    in_global: bool,
 ) -> BoxRows:
     chosen: dict[str, Any] = {}
     for name, column in values.items():

@@ -58,7 +58,12 @@ class RowCalibration(NamedTuple):
 
 
 def read_calibration(
-    rows: Rows, prefix: str, pose: str, *, is_corner: bool, is_flu: bool
+    rows: Rows,
+    prefix: str,
+    pose: str,
+    *,
+    is_corner: bool,
+    is_flu: bool,
 ) -> list[RowCalibration]:
     """Read the columns under ``prefix``; ``pose`` is the name of the transform from the sensor to
     ego.
@@ -75,11 +80,10 @@ def read_calibration(
     count = len(rows)
 
     def integers(name: str) -> list[int]:
-        return (
-            rows.integers(prefix + name, unknown=0).tolist()
-            if prefix + name in rows
-            else [0] * count
-        )
+        values = [0] * count
+        if prefix + name in rows:
+            values = rows.integers(prefix + name, unknown=0).tolist()
+        return values
 
     models = rows.texts(f"{prefix}dist_model") if f"{prefix}dist_model" in rows else []
     dist: list[tuple[float, ...]] = [()] * count

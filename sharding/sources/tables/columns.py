@@ -72,7 +72,9 @@ def check_column(table: str, match: re.Match[str]) -> None:
 
 def type_of(name: str) -> pa.DataType | None:
     """Return the type of a column that is known by name."""
-    return None if name.startswith(VALUE) else _TYPES.get(name.rpartition(".")[2])
+    if name.startswith(VALUE):
+        return None
+    return _TYPES.get(name.rpartition(".")[2])
 
 
 def is_known(name: str) -> bool:
@@ -93,7 +95,8 @@ def is_path(column: str) -> bool:
 def attribute_type(where: str, field: pa.Field) -> type:
     """Return the type of a free column; raises SourceError for one that can be no attribute."""
     kind = field.type
-    if (odd := _ODD_SENSOR.match(field.name)) is not None:
+    odd = _ODD_SENSOR.match(field.name)
+    if odd is not None:
         raise SourceError(
             f"{where}: the column {field.name} names the sensor '{odd[1]}'; names of sensors have "
             "letters, digits and _, as "

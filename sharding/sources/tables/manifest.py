@@ -387,7 +387,9 @@ class Manifest(FrameSource[ManifestSettings]):
                 )
                 corner = self.given.pixel_origin == "corner"
                 self._calibrations = CalibrationTable(
-                    self._tables["calibration"], axes, is_corner=corner
+                    self._tables["calibration"],
+                    axes,
+                    is_corner=corner,
                 )
             self.has_poses = "ego_pose" in self._tables or any(
                 name.partition(".")[0] == "ego2global"
@@ -405,10 +407,11 @@ class Manifest(FrameSource[ManifestSettings]):
                 table = self._tables.get("frames")
                 forms = ValueForms()
                 names = [column for column in _list_columns(table) if column.startswith(VALUE)]
-                for rows in table.parts() if table is not None and names else ():
-                    for column in names:
-                        for value in rows.column(column).to_pylist():
-                            forms.learn(column.removeprefix(VALUE), value)
+                if table is not None and names:
+                    for rows in table.parts():
+                        for column in names:
+                            for value in rows.column(column).to_pylist():
+                                forms.learn(column.removeprefix(VALUE), value)
                 for name, why in forms.refused.items():
                     if not self.leaves_out:
                         where = f"table '{self._tables['frames'].name}': the column {VALUE}{name}"
@@ -444,7 +447,8 @@ class Manifest(FrameSource[ManifestSettings]):
             dtype = self._find_mask_dtype(table, column) or "uint8"
             channels[column] = mask_channel(match[1].lower(), match[2] or "mask", dtype)
         names = [channel.name for channel in channels.values()]
-        if twice := {*self._values} & {*names} or {name for name in names if names.count(name) > 1}:
+        twice = {*self._values} & {*names} or {name for name in names if names.count(name) > 1}
+        if twice:
             raise SourceError(f"two columns become the channel {min(twice)}: rename one of them")
         return channels
 
@@ -518,15 +522,16 @@ class Manifest(FrameSource[ManifestSettings]):
             rows = main.rows(clip)
             assert rows is not None, "it has rows"
             facts: dict[str, Any] = {}
-            for name in OF_CLIP if "frames" in self._tables else ():
-                if name not in rows:
-                    continue
-                texts = rows.texts(name)
-                facts[name] = texts[0] or ""
-                for row, text in enumerate(texts):
-                    if text != texts[0]:
-                        problem = f"'{text}', but '{texts[0]}' in row {rows.first}"
-                        rows.fail(row, name, f"{problem}: a clip has one {name}")
+            if "frames" in self._tables:
+                for name in OF_CLIP:
+                    if name not in rows:
+                        continue
+                    texts = rows.texts(name)
+                    facts[name] = texts[0] or ""
+                    for row, text in enumerate(texts):
+                        if text != texts[0]:
+                            problem = f"'{text}', but '{texts[0]}' in row {rows.first}"
+                            rows.fail(row, name, f"{problem}: a clip has one {name}")
             named = [
                 self._tables[stem].rows(clip)
                 for stem in ("frames", "sensor_data")
@@ -657,11 +662,9 @@ class Manifest(FrameSource[ManifestSettings]):
             is_flu=is_camera and axes == "flu",
         )
         fallback = None if self._calibrations is None else self._calibrations.find(clip.name, name)
-        return (
-            calibrations
-            if fallback is None
-            else [calibration.filled(fallback) for calibration in calibrations]
-        )
+        if fallback is None:
+            return calibrations
+        return [calibration.filled(fallback) for calibration in calibrations]
 
     def points(self, ref: str) -> F32:
         """Read a lidar file, or a range of a file."""
@@ -674,7 +677,9 @@ class Manifest(FrameSource[ManifestSettings]):
 
 def _list_columns(table: Table | None) -> list[str]:
     """Return the names of a table's columns; none where the table does not exist."""
-    return [] if table is None else list(table.schema.names)
+    if table is None:
+        return []
+    return list(table.schema.names)
 
 
 def _read_times(rows: Rows, *, is_unix: bool) -> I64:

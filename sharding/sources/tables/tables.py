@@ -83,7 +83,12 @@ def table_schema(files: SourceFiles, name: str, type_of: TypeOf) -> pa.Schema:
         return next(_iter_batches(file, f"{files.shown}/{name}", type_of, Counter())).schema
 
 
-def has_text(files: SourceFiles, name: str, text: str, is_searched: Callable[[str], bool]) -> bool:
+def has_text(
+    files: SourceFiles,
+    name: str,
+    text: str,
+    is_searched: Callable[[str], bool],
+) -> bool:
     """Return whether a text occurs in a table: in these columns of Parquet, anywhere in the
     other forms.
     """
@@ -94,11 +99,13 @@ def has_text(files: SourceFiles, name: str, text: str, is_searched: Callable[[st
         if name.endswith(".parquet"):
             opened = _open_parquet(file, name)
             columns = [column for column in opened.schema_arrow.names if is_searched(column)]
-            batches = (
-                opened.iter_batches(batch_size=_ROWS_AT_ONCE, columns=columns, use_threads=False)
-                if columns
-                else ()
-            )
+            batches: Iterable[pa.RecordBatch] = ()
+            if columns:
+                batches = opened.iter_batches(
+                    batch_size=_ROWS_AT_ONCE,
+                    columns=columns,
+                    use_threads=False,
+                )
             for batch in batches:
                 for column in batch.columns:
                     is_text = pa.types.is_dictionary(column.type) or column.type in (
@@ -240,7 +247,10 @@ def _open_table(files: SourceFiles, name: str) -> pa.NativeFile:
 
 
 def read_batches(
-    files: SourceFiles, name: str, type_of: TypeOf, noted: Counter[str]
+    files: SourceFiles,
+    name: str,
+    type_of: TypeOf,
+    noted: Counter[str],
 ) -> Iterator[pa.RecordBatch]:
     """Yield the rows of a file as :func:`regrouped` does; raise SourceError for one that is
     damaged.
@@ -255,7 +265,10 @@ def read_batches(
 
 
 def _iter_batches(
-    file: pa.NativeFile, name: str, type_of: TypeOf, noted: Counter[str]
+    file: pa.NativeFile,
+    name: str,
+    type_of: TypeOf,
+    noted: Counter[str],
 ) -> Iterator[pa.RecordBatch]:
     if name.endswith(".parquet"):
         opened = _open_parquet(file, name)
@@ -307,19 +320,19 @@ def _simplify_schema(schema: pa.Schema) -> pa.Schema:
 
 
 def _read_csv_tables(file: pa.NativeFile, name: str, type_of: TypeOf) -> Iterator[pa.Table]:
-    header = csv.open_csv(
-        file, csv.ReadOptions(use_threads=False, block_size=_BLOCK_BYTES)
-    ).schema.names
+    read_options = csv.ReadOptions(use_threads=False, block_size=_BLOCK_BYTES)
+    header = csv.open_csv(file, read_options).schema.names
     file.seek(0)
-    if len(header) == 1 and (
-        separator := next((candidate for candidate in ";\t|" if candidate in header[0]), None)
-    ):
-        raise SourceError(
-            f"table '{name}' has the separator {separator!r}; write it with commas between "
-            "columns and points in numbers"
-        )
+    if len(header) == 1:
+        for separator in ";\t|":
+            if separator in header[0]:
+                raise SourceError(
+                    f"table '{name}' has the separator {separator!r}; write it with commas "
+                    "between columns and points in numbers"
+                )
     types = {column: kind for column in header if (kind := type_of(column)) is not None}
-    if lists := [column for column, kind in types.items() if pa.types.is_nested(kind)]:
+    lists = [column for column, kind in types.items() if pa.types.is_nested(kind)]
+    if lists:
         raise SourceError(
             f"table '{name}': CSV has no lists, and {lists[0]} is one; give numbers in "
             "columns of their own, such as fx, fy, cx, cy and tx, ty, tz, qw, qx, qy, qz, "
@@ -327,23 +340,27 @@ def _read_csv_tables(file: pa.NativeFile, name: str, type_of: TypeOf) -> Iterato
         )
     texts = dict.fromkeys(header, pa.string())
     options = csv.ConvertOptions(
-        column_types=texts | types, null_values=[""], strings_can_be_null=True
+        column_types=texts | types,
+        null_values=[""],
+        strings_can_be_null=True,
     )
-    reader = csv.open_csv(
-        file,
-        csv.ReadOptions(use_threads=False, block_size=_BLOCK_BYTES),
-        convert_options=options,
-    )
+    reader = csv.open_csv(file, read_options, convert_options=options)
     kinds: dict[str, pa.DataType] | None = None
     row = 0
     for batch in reader:
         table = pa.Table.from_batches([batch])
         if kinds is None:
-            free = (column for column in header if column not in types)
-            kinds = {column: _find_type_of_texts(table.column(column)) for column in free}
+            # Of numbers or truth where no text changes by it.
+            kinds = {}
+            for column in header:
+                texts_of_column = table.column(column)
+                if column in types or texts_of_column.null_count == len(texts_of_column):
+                    continue
+                for kind in (pa.int64(), pa.float64(), pa.bool_()):
+                    if _cast_exactly(texts_of_column, kind) is not None:
+                        kinds[column] = kind
+                        break
         for column, kind in kinds.items():
-            if kind == pa.string():
-                continue
             values = _cast_exactly(table.column(column), kind)
             if values is None:
                 raise SourceError(
@@ -356,16 +373,6 @@ def _read_csv_tables(file: pa.NativeFile, name: str, type_of: TypeOf) -> Iterato
         yield table
 
 
-def _find_type_of_texts(column: pa.ChunkedArray) -> pa.DataType:
-    """Return the type of a column of texts: of numbers or truth where no text changes by it,
-    else texts.
-    """
-    for kind in (pa.int64(), pa.float64(), pa.bool_()):
-        if column.null_count < len(column) and _cast_exactly(column, kind) is not None:
-            return kind
-    return pa.string()
-
-
 def _cast_exactly(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray | None:
     """Return texts as values of a type; None where one is none, or means more than it: 007,
     12345678901234567890.
@@ -375,15 +382,22 @@ def _cast_exactly(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray
     except pa.ArrowInvalid:
         return None
     if kind == pa.int64():
-        return values if values.cast(pa.string()).equals(column) else None
+        if values.cast(pa.string()).equals(column):
+            return values
+        return None
     if kind == pa.float64():
         is_code = pc.match_substring_regex(column, r"^[+-]?0[0-9]|^[+-]?[0-9]{16,}$")
-        return None if pc.any(is_code).as_py() else values
+        if pc.any(is_code).as_py():
+            return None
+        return values
     return values
 
 
 def _read_json_tables(
-    file: pa.NativeFile, name: str, type_of: TypeOf, noted: Counter[str]
+    file: pa.NativeFile,
+    name: str,
+    type_of: TypeOf,
+    noted: Counter[str],
 ) -> Iterator[pa.Table]:
     """Yield tables of whole lines; the first one settles names and types of all columns.
 
@@ -418,7 +432,11 @@ def _read_json_tables(
 
 
 def _read_json_table(
-    block: bytes, name: str, row: int, schema: pa.Schema | None, type_of: TypeOf
+    block: bytes,
+    name: str,
+    row: int,
+    schema: pa.Schema | None,
+    type_of: TypeOf,
 ) -> pa.Table:
     try:
         str(block, "utf-8")  # Arrow takes any bytes, and fails where they become texts

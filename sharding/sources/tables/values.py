@@ -119,7 +119,8 @@ class Rows:
             )
         values = column.to_numpy(zero_copy_only=False)
         if values.dtype.kind == "f":
-            bad = ~(np.isfinite(values) & (values == np.rint(values)) & (np.abs(values) < 2**53))
+            is_whole = np.isfinite(values) & (values == np.rint(values))
+            bad = ~(is_whole & (np.abs(values) < 2**53))
             if bad.any():
                 self.fail(
                     int(np.argmax(bad)),

@@ -42,6 +42,7 @@ from fuelrail.sharding.sources.waymo.maps import (
 )
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.dtypes import U8
     from fuelrail.pipeline.sample.schema import F64, I64
     from fuelrail.sharding.sources.shared.protobuf import Fail, FieldPlace
     from fuelrail.sharding.sources.shared.windows import FileWindow
@@ -170,7 +171,8 @@ def read_frame(
             "motion dataset (Scenario) and of tf.Example have other messages"
         ) from error
     names = [image.name for image in head.images]
-    if twice := {name for name in names if names.count(name) > 1}:
+    twice = {name for name in names if names.count(name) > 1}
+    if twice:
         raise SourceError(f"{place} has two images of {min(twice)}")
     return head
 
@@ -218,7 +220,8 @@ def _read_frame_head(
             camera_labels.append(window.read(field.start, field.end - field.start))
         elif field.number == FRAME_MAP and has_map:
             # The message begins before its key and its length.
-            key = field.start - 1 - max(-(-(field.end - field.start).bit_length() // 7), 1)
+            num_bits = (field.end - field.start).bit_length()
+            key = field.start - 1 - max(-(-num_bits // 7), 1)
             map_span = key if map_span is None else map_span[0], field.end
         elif field.number == FRAME_MAP_OFFSET and has_map:
             map_offset = place(window.read(field.start, field.end - field.start))
@@ -249,7 +252,8 @@ def _read_image(window: FileWindow, place: FieldPlace) -> ImageHead | None:
     offset = place.start
     num_bytes = 0
     pose = None
-    if (usual := _read_usual_image(window, place)) is not None:
+    usual = _read_usual_image(window, place)
+    if usual is not None:
         return usual
     times = dict.fromkeys((_IMAGE_TIME, _IMAGE_SHUTTER, _IMAGE_TRIGGER, _IMAGE_DONE), float("nan"))
     for number, wire, value in _iter_image_fields(window, place):
@@ -376,7 +380,8 @@ def read_context(data: bytes) -> tuple[str, dict[str, Image], dict[str, str]]:
                 )
             mount = np.array(transform(plain[3])).reshape(4, 4)
             shutter = plain.get(6, 0)
-            camera_image = calibrated(lens, mount, (plain.get(4, 0), plain.get(5, 0)), shutter)
+            size = (plain.get(4, 0), plain.get(5, 0))
+            camera_image = calibrated(lens, mount, size, shutter)
             if camera in cameras:
                 raise ValueError(f"two calibrations of {camera}")
             cameras[camera] = camera_image
@@ -454,7 +459,9 @@ def image_of(
 
 def label_type(kind: int) -> str:
     """Return the category of a type of labels."""
-    return LABEL_TYPES[kind] if 0 <= kind < len(LABEL_TYPES) else f"type {kind}"
+    if 0 <= kind < len(LABEL_TYPES):
+        return LABEL_TYPES[kind]
+    return f"type {kind}"
 
 
 def box_rows(
@@ -488,7 +495,10 @@ def image_rows(boxes: F64, category: list[str], track: list[str]) -> ImageBoxRow
 
 
 def read_labels(
-    frames: Sequence[Sequence[bytes]], where: str, *, camera_synced: bool
+    frames: Sequence[Sequence[bytes]],
+    where: str,
+    *,
+    camera_synced: bool,
 ) -> Iterator[BoxRows]:
     """Yield boxes of the ``laser_labels`` of each frame; with ``camera_synced`` those that a camera
     sees, at that time.
@@ -519,8 +529,9 @@ def read_labels(
             kinds[rows] = numbers(table[:, places[3]])
         if 7 in places:
             num_points[rows] = numbers(table[:, places[7]])
-        for row in rows.tolist() if 4 in places else ():
-            track[row] = flat[row][places[4]].decode()
+        if 4 in places:
+            for row in rows.tolist():
+                track[row] = flat[row][places[4]].decode()
     label_rows = np.flatnonzero(has_label)
     category = list(map(label_type, kinds[label_rows].tolist()))
     names = [track[row] for row in label_rows.tolist()]
@@ -557,10 +568,11 @@ def read_camera_labels(data: bytes) -> tuple[str, ImageBoxRows]:
             track.append(label[4].decode() if 4 in label else "")
     if name not in CAMERAS:
         raise ValueError(f"labels of the unknown camera {name}")
-    return CAMERAS[name], image_rows(np.array(boxes, np.float64).reshape(-1, 4), category, track)
+    corners = np.array(boxes, np.float64).reshape(-1, 4)
+    return CAMERAS[name], image_rows(corners, category, track)
 
 
-def _read_boxes(data: NDArray[np.uint8], rows: NDArray[np.intp], fail: Fail) -> F64:
+def _read_boxes(data: U8, rows: NDArray[np.intp], fail: Fail) -> F64:
     """Return boxes (N, 7) of the messages (N, B), whose numbers for ``fail`` are ``rows`` (N,)."""
     if data.shape[1] == len(_BOX_KEYS) * 9 and (data[:, ::9] == _BOX_KEYS).all():
         numbers = data.reshape(len(data), -1, 9)[:, :, 1:]  # without their keys
@@ -571,7 +583,8 @@ def _read_boxes(data: NDArray[np.uint8], rows: NDArray[np.intp], fail: Fail) -> 
             values = {number: doubles(row.tobytes(), number) for number in range(1, 8)}
         except ValueError as error:
             fail(int(rows[index]), str(error))
-        if missing := [number for number, value in values.items() if not value]:
+        missing = [number for number, value in values.items() if not value]
+        if missing:
             fail(int(rows[index]), f"a box without field {missing[0]}")
         table[index] = [value[-1] for value in values.values()]
     return table

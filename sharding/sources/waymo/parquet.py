@@ -124,7 +124,9 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
         folders = [folder for folder in SPLITS if folder in names] or [""]
         has_lidar = any(names_in(self.files, folder, "lidar") for folder in folders)
         sensors = super().sensors()
-        return sensors if has_lidar else sensors._replace(lidars=())
+        if has_lidar:
+            return sensors
+        return sensors._replace(lidars=())
 
     def clips(self) -> Iterator[Clip]:
         """Yield a clip for each segment with a file of poses, in the folders of splits, or in
@@ -182,7 +184,8 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
                 {part: texts[0] for part, texts in zip(parts, values, strict=True) if len(texts)}
             )
         sweep_bytes = bytes_by_time(self.files, files["lidar"]) if "lidar" in files else {}
-        if unknown := images.keys() - set(poses[_TIME].tolist()):
+        unknown = images.keys() - set(poses[_TIME].tolist())
+        if unknown:
             raise SourceError(
                 f"table '{self.files.shown}/{files['vehicle_pose']}' has no pose at "
                 f"{min(unknown)} us, where there are images"
@@ -219,7 +222,9 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
             first_row = 0
             with open_parquet(self.files, name, read_whole=True) as file:
                 for batch in file.iter_batches(
-                    _ROWS_AT_ONCE, columns=[f"{_IMAGE}image"], use_threads=False
+                    _ROWS_AT_ONCE,
+                    columns=[f"{_IMAGE}image"],
+                    use_threads=False,
                 ):
                     column = batch.column(0)
                     for number in range(first_row, first_row + len(column)):
@@ -328,7 +333,9 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
                 shutter_times=shutters[row],
             )
             images.setdefault(time, {})[channel(CAMERAS[camera])] = replace(
-                image, num_bytes=num_bytes, made=True
+                image,
+                num_bytes=num_bytes,
+                made=True,
             )
         return images
 
@@ -369,7 +376,8 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
             )
             pairs = list(zip(rows[_TIME].tolist(), rows[_TRACK].tolist(), strict=True))
             boxes = stacked(rows, synced)
-            if alone := [pair for pair in pairs if pair not in facts]:
+            alone = [pair for pair in pairs if pair not in facts]
+            if alone:
                 where = f"table '{self.files.shown}/{files['lidar_camera_synced_box']}'"
                 raise SourceError(
                     f"{where} has object {alone[0][1]} at {alone[0][0]} us, lidar_box does not"

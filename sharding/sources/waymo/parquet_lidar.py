@@ -69,7 +69,8 @@ def sweeps(files: SourceFiles, name: str, selected: Collection[int]) -> Iterator
     lasers: dict[int, set[int]] = {}
     for time, laser in zip(keys[_TIME].tolist(), keys[_LASER].tolist(), strict=True):
         lasers.setdefault(time, set()).add(laser)
-    if absent := remaining - lasers.keys():
+    absent = remaining - lasers.keys()
+    if absent:
         raise SourceError(f"{where} has no range image at {min(absent)} us")
     # Lidar to vehicle, and inclinations, by lidar.
     calibration_name = _name_beside(name, "lidar_calibration")
@@ -94,11 +95,16 @@ def sweeps(files: SourceFiles, name: str, selected: Collection[int]) -> Iterator
         mounts[laser] = (rows[mount_column][row].reshape(4, 4), inclination)
     types = {_TIME: pa.int64(), _POSE: pa.list_(pa.float64(), 16)}
     poses = read_parquet(files, _name_beside(name, "vehicle_pose"), types, read_whole=True)
-    pose_of = dict(zip(poses[_TIME].tolist(), poses[_POSE].reshape(-1, 4, 4), strict=True))
+    matrices = poses[_POSE].reshape(-1, 4, 4)
+    pose_of = dict(zip(poses[_TIME].tolist(), matrices, strict=True))
     pixel_poses = _PixelPoses(files, _name_beside(name, "lidar_pose"), remaining)
     parts: dict[int, dict[int, F32]] = {}
     for time, laser, image in _read_range_images(
-        files, name=name, column=_IMAGE, depth=4, selected=remaining
+        files,
+        name=name,
+        column=_IMAGE,
+        depth=4,
+        selected=remaining,
     ):
         if laser not in mounts:
             raise SourceError(f"{where} has lidar {laser}, which has no calibration")
@@ -133,7 +139,11 @@ class _PixelPoses:
         keys = read_parquet(files, name, _KEYS, read_whole=True)
         self._keys = set(zip(keys[_TIME].tolist(), keys[_LASER].tolist(), strict=True))
         self._rows = _read_range_images(
-            files, name=name, column=_PIXEL_POSES, depth=6, selected=selected
+            files,
+            name=name,
+            column=_PIXEL_POSES,
+            depth=6,
+            selected=selected,
         )
 
     def read_image(self, time: int, laser: int) -> F32 | None:
@@ -158,9 +168,10 @@ def _read_range_images(
     where = f"table '{files.shown}/{name}'"
     selected = set(selected)
     with open_parquet(files, name, read_whole=True) as file:
-        if missing := [
+        missing = [
             column_name for column_name in names if column_name not in file.schema_arrow.names
-        ]:
+        ]
+        if missing:
             raise SourceError(
                 f"{where} has no column '{missing[0]}'; it has {', '.join(file.schema_arrow.names)}"
             )

@@ -127,7 +127,9 @@ class WaymoSource(FrameSource[W]):
     def image_boxes(self) -> dict[str, str]:  # type: ignore[override]  # by the options
         """All cameras, with the option."""
         text = "labelled in the image, with tracks of their own; row is -1"
-        return {channel(name): text for name in CAMERAS.values()} if self.given.boxes2d else {}
+        if self.given.boxes2d:
+            return {channel(name): text for name in CAMERAS.values()}
+        return {}
 
     def category_names(self) -> tuple[str, ...]:
         """Return the types of labels, without the unknown one."""
@@ -161,7 +163,9 @@ class Waymo(WaymoSource[WaymoFileSettings]):
     @cached_property
     def maps(self) -> MapWindows | None:  # type: ignore[override]  # by the options
         """The features of the map, with the option."""
-        return MapWindows(MAP_LAYERS, self._read_map) if self.given.map else None
+        if self.given.map:
+            return MapWindows(MAP_LAYERS, self._read_map)
+        return None
 
     def clips(self) -> Iterator[Clip]:
         """Yield a clip for each file: in the folders of splits, or in the root."""
@@ -247,7 +251,9 @@ class Waymo(WaymoSource[WaymoFileSettings]):
             windows = self.maps.references(f"{name}#{span[0]}+{span[1] - span[0]}", ego2map)
         for frame, boxes, members in zip(frames, boxes_found, windows, strict=True):
             yield msgspec.structs.replace(
-                frame, boxes=boxes if is_labelled else None, members=members
+                frame,
+                boxes=boxes if is_labelled else None,
+                members=members,
             )
 
     def _read_map(self, place: str) -> VectorMap:

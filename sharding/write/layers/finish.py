@@ -99,7 +99,13 @@ def scalar_channels(channels: Sequence[Channel]) -> dict[str, pa.DataType]:
     }
 
 
-def finish_layer(out: Output, base: Dataset, run: LayerRun, *, partial: bool) -> LayerManifest:
+def finish_layer(
+    out: Output,
+    base: Dataset,
+    run: LayerRun,
+    *,
+    partial: bool,
+) -> LayerManifest:
     """Cut all published rows into shards, unless that was done; returns the manifest.
 
     Raises DatasetError where samples of the base have no row, unless ``partial`` allows it, and
@@ -249,7 +255,9 @@ def publish_rows(out: Output, folder: Path, rows: I64) -> list[FileEntry]:
 
 
 def _write_shards(
-    out: Output, segments: Segments, entries: list[ShardEntry]
+    out: Output,
+    segments: Segments,
+    entries: list[ShardEntry],
 ) -> Generator[tuple[int, SegmentRow, IndexRow]]:
     """Write spans one after the other into shards; yield each row with its position and its place,
     and add entries.

@@ -106,15 +106,12 @@ def rebase_layer(
     manifest = old.manifest
     assert isinstance(manifest, LayerManifest)
     own_files = [file for file in manifest.files if file.name != ROWS_FILE]
-    shards = [
-        shard
-        for shard_entry in old.shards
-        for shard in (
-            shard_entry.name,
-            shard_entry.idx_name if shard_entry.idx_bytes else "",
-        )
-    ]
-    names = [*filter(None, shards), *(file.name for file in own_files)]
+    names = []
+    for shard in old.shards:
+        names.append(shard.name)
+        if shard.idx_bytes:
+            names.append(shard.idx_name)
+    names += [file.name for file in own_files]
     for name in names:
         if not (old.root / name).is_file():
             raise DatasetError(f"layer '{old.location}' has no file {name}; {BRING_BACK}")

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import msgspec
 import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import DatasetError
 from fuelrail.pipeline.format.index.row import IndexRow
@@ -29,6 +28,7 @@ from fuelrail.pipeline.format.manifest import WORK_FOLDER
 from fuelrail.pipeline.storage.files import open_file, published
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.dtypes import U8
     from fuelrail.pipeline.sample.schema import I64, Mask
     from fuelrail.sharding.output.folder import Output
 
@@ -169,7 +169,7 @@ class Segments:
             last = position, row, segment
             yield position, row
 
-    def _map_segment(self, segment: int) -> NDArray[np.uint8]:
+    def _map_segment(self, segment: int) -> U8:
         name = self._names[segment]
         path = self._out.work / "segments" / name
         if not path.exists():  # at a URL

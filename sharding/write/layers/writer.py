@@ -126,12 +126,14 @@ class LayerWriter:
             zstd=ZSTD_VERSION,
             recipe=dict(recipe or {}),
         )
-        if reserved := sorted({*self._run.recipe} & _OWN_RECIPE):
+        reserved = sorted({*self._run.recipe} & _OWN_RECIPE)
+        if reserved:
             raise ConfigError(
                 f"recipe has '{reserved[0]}', which a layer has of its own: give it another name"
             )
         self._scalars = scalar_channels(table)
-        if reserved := [name for name in self._scalars if name in INDEXED]:
+        reserved = [name for name in self._scalars if name in INDEXED]
+        if reserved:
             raise ConfigError(
                 f"channel '{reserved[0]}' is a number for each sample, so a column of "
                 f"attributes.parquet, which has {', '.join(INDEXED)} of its own: give it "
@@ -175,11 +177,13 @@ class LayerWriter:
         position = self._base.position(number_or_key)
         row = self._base.index.row(position)
         table = {channel.name: channel for channel in self._run.channels}
-        if unknown := [name for name in values if name not in table]:
+        unknown = [name for name in values if name not in table]
+        if unknown:
             raise SchemaError(
                 f"the table has no channel {unknown[0]!r:.110}; it has: {', '.join(table)}",
                 key=row.key,
             )
+        sizes_by_camera = {sensor.name: sensor.sizes for sensor in self._run.base.sensors}
         encoded = []
         for name, channel in table.items():
             value = values.get(name)
@@ -192,7 +196,19 @@ class LayerWriter:
                     continue
                 data = KINDS[channel.kind].encode(value, channel)
                 KINDS[channel.kind].check(data, channel)
-                self._check_size(value, channel)
+                if channel.law.name == "image" and channel.law.camera is not None:
+                    part = channel.law.fraction or 1
+                    size = tuple(np.shape(value)[:2])
+                    image_sizes = sizes_by_camera[channel.law.camera]
+                    allowed = [
+                        (-(-height // part), -(-width // part)) for width, height in image_sizes
+                    ]
+                    if allowed and size not in allowed:
+                        raise SchemaError(
+                            f"channel '{name}' has {list(size)} pixels (height, width); the stored "
+                            f"images of '{channel.law.camera}' need "
+                            f"{' or '.join(map(str, map(list, allowed)))}"
+                        )
             except MemberError as error:
                 raise type(error)(error.message, key=row.key, member=channel.field) from error
             encoded.append(RawMember(channel.field, channel.codec, data))
@@ -267,24 +283,6 @@ class LayerWriter:
     ) -> None:
         if kind is None:
             self.flush()
-
-    def _check_size(self, value: Any, channel: Channel) -> None:
-        """Raise SchemaError for a raster of law ``image`` that fits none of its camera's stored
-        images.
-        """
-        if channel.law.name != "image":
-            return
-        part = channel.law.fraction or 1
-        sizes = next(
-            sensor.sizes for sensor in self._run.base.sensors if sensor.name == channel.law.camera
-        )
-        allowed = [(-(-height // part), -(-width // part)) for width, height in sizes]
-        if sizes and tuple(np.shape(value)[:2]) not in allowed:
-            raise SchemaError(
-                f"channel '{channel.name}' has {list(np.shape(value)[:2])} pixels (height, "
-                f"width); the stored images of '{channel.law.camera}' need "
-                f"{' or '.join(map(str, map(list, allowed)))}"
-            )
 
     def _check_run(self) -> None:
         """Agree with the other writers of the folder on what is written."""

@@ -23,7 +23,7 @@ from fuelrail.pipeline.format.codecs import (
 )
 from fuelrail.pipeline.format.dataset import check_span, read_members
 from fuelrail.pipeline.format.tar import iter_members
-from fuelrail.sharding.write.packer import FramedPacker, RawMember, ShardPacker
+from fuelrail.sharding.write.packer import RawMember, ShardPacker
 from fuelrail.sharding.write.read_buffer import ReadBuffer
 
 DICTIONARY = train_dictionary(
@@ -49,10 +49,13 @@ SAMPLES = st.dictionaries(
 def pack(samples, *, framed):
     file = io.BytesIO()
     buffer = ReadBuffer()
-    packer = (
-        FramedPacker(file, 3, 3, buffer)
-        if framed
-        else ShardPacker(file=file, number=3, level=3, dictionary=DICTIONARY, buffer=buffer)
+    packer = ShardPacker(
+        file=file,
+        number=3,
+        level=3,
+        dictionary=None if framed else DICTIONARY,
+        buffer=buffer,
+        framed=framed,
     )
     for number, (key, members) in enumerate(samples.items()):
         packer.add(

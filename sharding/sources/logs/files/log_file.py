@@ -127,7 +127,9 @@ class LogFile:
 
     def read(self, place: Locator, limit: int | None = None) -> Message:
         """Read a whole message, or its first bytes."""
-        return self._unpack(self._read(place)) if self._is_packed else self._read(place, limit)
+        if self._is_packed:
+            return self._unpack(self._read(place))
+        return self._read(place, limit)
 
     def _walk(self, heads: Collection[str], whole_topics: Collection[str]) -> Iterator[Message]:
         raise NotImplementedError
@@ -188,7 +190,12 @@ def check_compression(compression: str, where: str) -> None:
         )
 
 
-def inflated(data: bytes, compression: str, size: int, where: str) -> bytes:
+def inflated(
+    data: bytes,
+    compression: str,
+    size: int,
+    where: str,
+) -> bytes:
     """Decompress zstd, lz4 or bz2 to the stated size, of which no more is made; anything else is
     not compressed.
 

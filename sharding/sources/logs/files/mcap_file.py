@@ -104,7 +104,9 @@ class McapFile(LogFile):
     @property
     def num_stated(self) -> dict[str, int]:
         """Messages by topic, as the statistics of the file have them."""
-        return {} if self._summary is None else self._summary.num_messages
+        if self._summary is None:
+            return {}
+        return self._summary.num_messages
 
     @cached_property
     def reads_in_order(self) -> bool:
@@ -249,7 +251,10 @@ class McapFile(LogFile):
             )
 
     def _walk_chunk(
-        self, chunk: Chunk, topics: frozenset[str], whole_topics: frozenset[str]
+        self,
+        chunk: Chunk,
+        topics: frozenset[str],
+        whole_topics: frozenset[str],
     ) -> Iterator[Message]:
         """Yield the messages of a chunk, which is read whole; note its schemas and channels."""
         try:

@@ -112,7 +112,12 @@ class Channels:
         self.topics[record.id] = Topic(record.topic, kind, record.message_encoding, text)
 
 
-def read_summary(files: SourceFiles, name: str, size: int, where: str) -> Summary | None:
+def read_summary(
+    files: SourceFiles,
+    name: str,
+    size: int,
+    where: str,
+) -> Summary | None:
     """Read the summary; None where there is none that all messages can be found by."""
     from mcap.records import Channel, ChunkIndex, Schema, Statistics
     from mcap.stream_reader import StreamReader
@@ -171,7 +176,10 @@ def read_summary(files: SourceFiles, name: str, size: int, where: str) -> Summar
 
 
 def message_offsets(
-    index: bytes, topics: Mapping[int, Topic], names: frozenset[str], where: str
+    index: bytes,
+    topics: Mapping[int, Topic],
+    names: frozenset[str],
+    where: str,
 ) -> list[tuple[int, int, Topic]]:
     """Time and offset in a chunk of the messages of these topics by its message index, offsets
     ascending.

@@ -146,7 +146,10 @@ class Recordings:
         )
 
     def chosen(
-        self, option: str, selection: Mapping[str, str], types: frozenset[str]
+        self,
+        option: str,
+        selection: Mapping[str, str],
+        types: frozenset[str],
     ) -> dict[str, str]:
         """Return channel to topic: what the option gives, else all topics of these types, by
         name.

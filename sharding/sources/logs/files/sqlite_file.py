@@ -190,7 +190,13 @@ class SqliteFile(LogFile):
         ((log_ns, topic),) = rows
         return self._message(topic, log_ns, place.position, limit)
 
-    def _message(self, topic: int, log_ns: int, row: int, limit: int | None) -> Message:
+    def _message(
+        self,
+        topic: int,
+        log_ns: int,
+        row: int,
+        limit: int | None,
+    ) -> Message:
         """Return a message with its first bytes."""
         name = self._ids[topic].name  # which takes the lock, too
         # substr() would read the rest too.

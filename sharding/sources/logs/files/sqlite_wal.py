@@ -61,7 +61,12 @@ def wal_of(database: Path) -> Path | None:
     return None if is_empty else wal
 
 
-def merge_wal(database: Path, wal: Path, copy: Path, where: str) -> int:
+def merge_wal(
+    database: Path,
+    wal: Path,
+    copy: Path,
+    where: str,
+) -> int:
     """Write a copy of a file with all whole writes of its log in it; return the bytes of the rest.
 
     Raises SourceError, naming ``where``, for a log of which nothing can be read, and for files
@@ -85,7 +90,8 @@ def merge_wal(database: Path, wal: Path, copy: Path, where: str) -> int:
                 shutil.copyfileobj(source, target, 1 << 20)
     with parsing(place, "is not one of SQLite"), copied_log.open("rb") as file:
         head = file.read(_HEADER.size)
-        magic, _, page_bytes, _, *salts, _, _ = _HEADER.unpack(head.ljust(_HEADER.size, b"\0"))
+        padded = head.ljust(_HEADER.size, b"\0")
+        magic, _, page_bytes, _, *salts, _, _ = _HEADER.unpack(padded)
         if magic not in _MAGICS or not 512 <= page_bytes <= 1 << 16:
             raise ValueError(
                 f"it begins with {head[:8].hex(' ')}; move it away to read the file without it"

@@ -48,7 +48,11 @@ class CameraModel(NamedTuple):
 
 
 def camera_models(
-    index: LogIndex, channel: str, topic: str, info_topic: str, ego: str
+    index: LogIndex,
+    channel: str,
+    topic: str,
+    info_topic: str,
+    ego: str,
 ) -> list[CameraModel]:
     """Return a camera's models in the order of time; raise SourceError for an unknown lens."""
     where = f"log '{index.name}', {channel}: {info_topic}"
@@ -65,7 +69,13 @@ def camera_models(
     return models
 
 
-def camera_model(where: str, info: CameraInfo, cam2ego: F64, *, is_rectified: bool) -> CameraModel:
+def camera_model(
+    where: str,
+    info: CameraInfo,
+    cam2ego: F64,
+    *,
+    is_rectified: bool,
+) -> CameraModel:
     """Return the model of raw or rectified pictures; raise SourceError for an unknown lens."""
     if (
         len(info.k) != 9
@@ -87,7 +97,8 @@ def camera_model(where: str, info: CameraInfo, cam2ego: F64, *, is_rectified: bo
         if len(info.r) == 9 and any(info.r):
             turned[:3, :3] = np.array(info.r).reshape(3, 3).T
         shifted = np.eye(4)
-        shifted[:3, 3] = -np.linalg.solve(p[:, :3], p[:, 3])
+        place = np.linalg.solve(p[:, :3], p[:, 3])
+        shifted[:3, 3] = -place
         cam2ego = cam2ego @ turned @ shifted
     elif any(info.d):
         dist = tuple(info.d)

@@ -143,17 +143,16 @@ class Foxglove:
         width = length // max(step, 1)
         turn = _quaternion(pose.message("orientation"))
         moved = _vector(pose.message("position"))
-        edge = (
-            Edge(
+        if any(turn):
+            edge = Edge(
                 parent=frame_id,
                 child=frame_id,
                 stamp_ns=message.stamp_ns,
                 wxyz=turn,
                 xyz=moved,
             )
-            if any(turn)
-            else None
-        )
+        else:
+            edge = None
         return Cloud(
             stamp_ns=message.stamp_ns,
             frame_id=frame_id,
@@ -169,8 +168,8 @@ class Foxglove:
 
 
 def _quaternion(q: Proto) -> tuple[float, float, float, float]:
-    return (q.double("w"), q.double("x"), q.double("y"), q.double("z"))
+    return q.double("w"), q.double("x"), q.double("y"), q.double("z")
 
 
 def _vector(v: Proto) -> tuple[float, float, float]:
-    return (v.double("x"), v.double("y"), v.double("z"))
+    return v.double("x"), v.double("y"), v.double("z")

@@ -126,7 +126,12 @@ def raw_fault(picture: Picture) -> str:
     )
 
 
-def raw_jpeg(data: Buffer, picture: Picture, where: str, levels: tuple[int, int] = FULL) -> bytes:
+def raw_jpeg(
+    data: Buffer,
+    picture: Picture,
+    where: str,
+    levels: tuple[int, int] = FULL,
+) -> bytes:
     """Encode a raw picture as JPEG of quality 95 without subsampled chroma; raises SourceError.
 
     ``levels`` are the values of 16 bits that become 0 and 255.
@@ -139,7 +144,8 @@ def raw_jpeg(data: Buffer, picture: Picture, where: str, levels: tuple[int, int]
     code, in_channels = _CONVERTED.get(encoding, ("", channels))
     row_bytes = width * in_channels * (1 + (encoding != picture.encoding))
     pixels = memoryview(data)[picture.offset : picture.offset + picture.length]
-    if fault := raw_fault(picture):
+    fault = raw_fault(picture)
+    if fault:
         raise SourceError(f"{where}: {fault}")
     rows = np.frombuffer(pixels, np.uint8, step * height).reshape(height, step)[:, :row_bytes]
     if encoding != picture.encoding:

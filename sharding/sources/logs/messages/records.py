@@ -191,7 +191,11 @@ class Marks(NamedTuple):
         """
         loops = [shape for shape in shapes if shape.kind == _LINE_LOOP and shape.x]
         names = texts if len(texts) == len(loops) else [""] * len(loops)
-        box = [(min(loop.x), min(loop.y), max(loop.x), max(loop.y)) for loop in loops]
+        box = []
+        for loop in loops:
+            low = (min(loop.x), min(loop.y))
+            high = (max(loop.x), max(loop.y))
+            box.append((*low, *high))
 
         def find_text(loop: Shape, keys: tuple[str, ...]) -> str:
             return next(

@@ -484,8 +484,8 @@ def _time_ns(time: Any) -> int:
 
 
 def _wxyz(q: Any) -> tuple[float, float, float, float]:
-    return (q.w, q.x, q.y, q.z)
+    return q.w, q.x, q.y, q.z
 
 
 def _xyz(v: Any) -> tuple[float, float, float]:
-    return (v.x, v.y, v.z)
+    return v.x, v.y, v.z

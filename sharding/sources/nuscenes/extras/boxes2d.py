@@ -117,14 +117,17 @@ def image_bounds(
     bounds = np.full((len(corners), 4), np.nan)
     projected = corners[is_inside] @ intrinsics.T
     pixels = projected[..., :2] / projected[..., 2:]
-    bounds[is_inside] = np.concatenate((pixels.min(1), pixels.max(1)), 1)
+    low = pixels.min(1)
+    high = pixels.max(1)
+    bounds[is_inside] = np.concatenate((low, high), 1)
     for row in np.flatnonzero(~is_inside & ~is_outside).tolist():
         faces = [_clip_polygon(corners[row, face], planes, shifts) for face in _FACES]
         image = np.concatenate(faces) @ intrinsics.T
         if len(image):
             pixels = image[:, :2] / image[:, 2:]
             bounds[row] = (*pixels.min(0), *pixels.max(0))
-    rows = np.flatnonzero((bounds[:, 2:] > bounds[:, :2]).all(1))
+    has_area = (bounds[:, 2:] > bounds[:, :2]).all(1)
+    rows = np.flatnonzero(has_area)
     limits = (width - 0.5, height - 0.5, width - 0.5, height - 0.5)
     return np.clip(bounds[rows], -0.5, limits), rows
 

@@ -116,7 +116,8 @@ class CanMessages(msgspec.Struct, frozen=True):
         """Return the member's bytes; raise SourceError."""
         times, values = _parse_file(read, self.message, self.file)
         mask = (times > self.after_us) & (times <= self.until_us)
-        rows = np.concatenate([(self.until_us - times[mask, None]) * 1e-6, values[mask]], 1)
+        ages_s = (self.until_us - times[mask, None]) * 1e-6
+        rows = np.concatenate([ages_s, values[mask]], 1)
         channel = can_channel(self.message)
         return KINDS[channel.kind].encode(rows, channel)
 
@@ -132,7 +133,10 @@ class CanBus:
         self.channels = tuple(can_channel(message, series=has_series) for message in MESSAGES)
 
     def series(
-        self, files: SourceFiles, scene: str, times_ns: Sequence[int]
+        self,
+        files: SourceFiles,
+        scene: str,
+        times_ns: Sequence[int],
     ) -> tuple[
         tuple[str, ...],
         dict[str, tuple[I64, F64]],
@@ -142,13 +146,14 @@ class CanBus:
         """
         files_found = []
         series = {}
-        for message in MESSAGES if self.has_series else ():
-            file = f"{FOLDER}/{scene}_{message}.json"
-            check_inside(file, f"scene '{scene}'")
-            if files.facts(file) is not None:
-                times_us, values = parse_can(files.read(file), message, file)
-                series[f"can_{message}"] = signal_series(times_us * NS_PER_US, values, times_ns)
-                files_found.append(file)
+        if self.has_series:
+            for message in MESSAGES:
+                file = f"{FOLDER}/{scene}_{message}.json"
+                check_inside(file, f"scene '{scene}'")
+                if files.facts(file) is not None:
+                    times_us, values = parse_can(files.read(file), message, file)
+                    series[f"can_{message}"] = signal_series(times_us * NS_PER_US, values, times_ns)
+                    files_found.append(file)
         return tuple(files_found), series
 
     def members(self, rows: SceneRows, number: int) -> Iterator[FileMember]:

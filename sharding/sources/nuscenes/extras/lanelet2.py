@@ -72,7 +72,8 @@ def parse_map(data: bytes, where: str) -> tuple[VectorMap, int]:
     for name, tags in elements.tags["relation"].items():
         if tags.get("type") == "lanelet":
             roles = dict(elements.members[name])
-            if missing := {"left", "right"} - roles.keys():
+            missing = {"left", "right"} - roles.keys()
+            if missing:
                 raise SourceError(
                     f"{where}: lanelet {name} has no {' and no '.join(sorted(missing))} way"
                 )
@@ -164,7 +165,8 @@ class _Elements:
                 f"{self._where}: {owner} refers to way {way}, which is not in the file"
             )
         try:
-            return np.array([(x[node], y[node]) for node in self._nodes[way]]).reshape(-1, 2)
+            points = [(x[node], y[node]) for node in self._nodes[way]]
+            return np.array(points).reshape(-1, 2)
         except KeyError as error:
             raise SourceError(
                 f"{self._where}: way {way} refers to node {error}, which is not in the file "

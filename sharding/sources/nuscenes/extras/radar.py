@@ -105,14 +105,21 @@ class RadarFiles(msgspec.Struct, frozen=True, tag="radar"):
             for pair in _VELOCITIES:
                 indices = [columns.index(name) for name in pair]
                 points[:, indices] = points[:, indices] @ matrix[:2, :2].T
-            parts.append(np.concatenate([points, np.full((len(points), 1), dt_s)], 1))
+            ages = np.full((len(points), 1), dt_s)
+            parts.append(np.concatenate([points, ages], 1))
         return np.concatenate(parts).astype(np.float32)
 
 
 class Radars:
     """All radars that have keyframes, by name."""
 
-    def __init__(self, tables: Tables, disk: Disk, keyframes: Keyframes, num_sweeps: int) -> None:
+    def __init__(
+        self,
+        tables: Tables,
+        disk: Disk,
+        keyframes: Keyframes,
+        num_sweeps: int,
+    ) -> None:
         """Take the number of earlier sweeps of each radar that come with a keyframe's own
         (``num_sweeps``).
         """
@@ -163,4 +170,6 @@ def parse_pcd(data: bytes, name: str) -> F64:
             f"nuScenes' 18 fields, {' '.join(FIELDS)}"
         )
     points = np.stack([column.astype(np.float64) for column in fields.values()], 1)
-    return points[:0] if len(points) and np.isnan(points[0]).any() else points
+    if len(points) and np.isnan(points[0]).any():
+        return points[:0]
+    return points

@@ -7,7 +7,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fuelrail.pipeline.channels.kinds import KINDS
 from fuelrail.pipeline.channels.table import ArraySpec, Channel, Law
@@ -23,6 +22,7 @@ from fuelrail.sharding.sources.adapter.trajectories import (
 )
 
 if TYPE_CHECKING:
+    from fuelrail.pipeline.dtypes import I32
     from fuelrail.pipeline.sample.schema import I64
     from fuelrail.pipeline.storage.columns import Disk
     from fuelrail.sharding.sources.nuscenes.boxes import Annotations
@@ -53,7 +53,7 @@ class Trajectories:
         self._annotations = annotations
         self._links = keyframes.joined["sample"].links
         self.channels = (EGO, AGENTS) if len(annotations) else (EGO,)
-        self._frame: NDArray[np.int32] = disk.filled(-1, len(keyframes.joined["sample"]), np.int32)
+        self._frame: I32 = disk.filled(-1, len(keyframes.joined["sample"]), np.int32)
         for _, samples in keyframes.scenes():
             self._frame[samples] = np.arange(len(samples))
 

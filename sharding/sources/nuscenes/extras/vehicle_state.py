@@ -91,4 +91,5 @@ def state_signals(
     for row in rows:
         check_time(row.timestamp, row.token)
     stamps = np.array([row.timestamp for row in rows], np.int64) * NS_PER_US
-    return stamps, np.array([row.numbers for row in rows], np.float64).reshape(-1, len(_UNITS))
+    numbers = np.array([row.numbers for row in rows], np.float64)
+    return stamps, numbers.reshape(-1, len(_UNITS))
