@@ -274,7 +274,10 @@ class TestDeclined:
         assert {(2, True), (255, False)} <= outcomes
 
     @pytest.mark.slow
-    def test_what_is_refused_does_not_depend_on_the_native_decoder(self, camera_jpeg) -> None:
+    @pytest.mark.parametrize("num_samples", [20, pytest.param(200, marks=pytest.mark.long)])
+    def test_what_is_refused_does_not_depend_on_the_native_decoder(
+        self, camera_jpeg, num_samples
+    ) -> None:
         encoded = encode(natural(320, 400), subsampling="4:2:0", restart_marker_rows=1)
         scan = probe(encoded).scan_at
         markers = [
@@ -295,7 +298,7 @@ class TestDeclined:
         )
         rng = np.random.default_rng(5)
         outcomes = set()
-        for sample in range(60):
+        for sample in range(num_samples):
             (image_map,) = augment.draw([(320, 400)], seed=0, epoch=0, sample=sample)
             image_map = image_map.rotate(3.0) if sample % 10 == 0 else image_map
             image_map = upside_down(image_map) if sample % 4 == 0 else image_map

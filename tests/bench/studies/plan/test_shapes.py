@@ -288,6 +288,7 @@ def test_tensor_parallel_of_a_mixture_is_refused_with_its_reason(ranks):
 
 
 @pytest.mark.slow
+@pytest.mark.long  # the next test plans a tiny model
 def test_a_refusal_names_the_largest_parts_and_the_nearest_plan_that_fits():
     flags = {
         "model": "gpt-1.3b",
@@ -447,6 +448,7 @@ def test_a_module_of_the_callers_is_planned_with_frozen_parts_and_several_towers
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_measured_network_computes_as_long_as_its_profile_says():
     """The six-camera detector that the accelerator profile was made of: 17.5 samples/s on an A100."""
     flags = {
