@@ -16,6 +16,9 @@ DALI := $(shell test "$(DRIVER)" -ge 580 2>/dev/null && echo dali-cu13 || echo d
 # Its own requirements pin numpy below 2 though it runs with 2, so it is installed without them (the tests use it as an oracle).
 DEVKIT := nuscenes-devkit==1.2.0
 
+# Modules are compiled as they are imported: pip would compile all 14,000 of them, which takes longer than to install them.
+INSTALL := $(BIN)/pip install -qq --no-compile -c .ci/constraints.txt
+
 # Two workers more than there are CPUs, for many tests wait for processes, servers and disks. Files start in the order that
 # tests/conftest.py gives them.
 WORKERS = $(shell expr $$(nproc) + 2)
@@ -30,7 +33,7 @@ PAGES ?=
 # What codespell reads; its settings are in pyproject.toml.
 SPELLED := *.md bench configs docs loaders pipeline sharding tests .src/fuelrail/*.py
 
-.PHONY: help setup demo pictures test test-fast test-slow test-pages coverage test-floors lint fix types docs wheel bench dali test-dali test-ray gpu-check clean
+.PHONY: help setup demo pictures compiled test test-fast test-slow test-pages coverage test-floors lint fix types docs wheel bench dali test-dali test-ray gpu-check clean
 
 help:
 	@echo "make demo       set up, synthesise, shard, verify, draw a sample, train on 2 ranks, write the report"
@@ -58,9 +61,9 @@ setup: $(VENV)/.ready
 $(VENV)/.ready: pyproject.toml .ci/constraints.txt .ci/hatch_build.py $(wildcard pipeline/native/*.[ch])
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -qq --upgrade "pip>=24"
-	@command -v nvidia-smi >/dev/null 2>&1 || $(BIN)/pip install -qq -c .ci/constraints.txt "$(CPU_TORCH)"
-	$(BIN)/pip install -qq -c .ci/constraints.txt -e ".[dev]"
-	$(BIN)/pip install -qq -c .ci/constraints.txt --no-deps $(DEVKIT)
+	@command -v nvidia-smi >/dev/null 2>&1 || $(INSTALL) "$(CPU_TORCH)"
+	$(INSTALL) -e ".[dev]"
+	$(INSTALL) --no-deps $(DEVKIT)
 	@touch $@
 
 demo: setup
@@ -93,6 +96,11 @@ pictures: setup
 
 test: setup
 	$(PYTEST) -m "not long"
+
+# What each worker of the first `make test` in a checkout would do at the same time: compile the modules that tests import,
+# and rewrite the tests' assertions.
+compiled: setup
+	$(BIN)/python -m pytest -qq --collect-only -m "not long" >/dev/null
 
 # Its tests wait for nothing, and each worker imports all of them.
 test-fast: WORKERS = $(shell nproc)
@@ -131,12 +139,12 @@ types: setup
 	$(BIN)/mypy
 
 docs: setup
-	$(BIN)/pip install -qq -c .ci/constraints.txt -e ".[docs]"
+	$(INSTALL) -e ".[docs]"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo "file://$(abspath build/site)/index.html"
 
 wheel: setup
-	$(BIN)/pip install -qq -c .ci/constraints.txt -e ".[release]"
+	$(INSTALL) -e ".[release]"
 	rm -rf dist build/wheel
 	$(BIN)/python -m build --sdist --outdir dist .
 	# The decoder is compiled in place, so this machine's own comes last.
@@ -148,7 +156,7 @@ bench: setup
 	$(BIN)/python -m fuelrail.bench.micro.metadata
 
 dali: setup
-	$(BIN)/pip install -qq -c .ci/constraints.txt -e ".[dev,$(DALI),nvml]"
+	$(INSTALL) -e ".[dev,$(DALI),nvml]"
 
 test-dali: dali
 	$(BIN)/python -m pytest -q --numprocesses auto --maxprocesses 4 --dist load tests/loaders/decode/test_dali.py \
@@ -156,7 +164,7 @@ test-dali: dali
 
 # Its clusters take as long as a third of the suite, so `make test` skips these where Ray is not installed.
 test-ray: setup
-	$(BIN)/pip install -qq -c .ci/constraints.txt -e ".[dev,ray]"
+	$(INSTALL) -e ".[dev,ray]"
 	$(BIN)/python -m pytest -q --numprocesses auto --maxprocesses 2 --dist loadfile tests/sharding/engines/test_on_ray.py \
 		tests/loaders/serving/test_remote.py tests/bench/annotation/test_on_ray.py tests/bench/studies/loader/test_command.py
 

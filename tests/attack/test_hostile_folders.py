@@ -3,7 +3,7 @@ awaits it.
 
 Each command meets links, FIFOs, sockets, folders and crafted files at the names that it uses below
 ``.fuelrail/`` or in a cache. It ends in a result or a sentence, within seconds, and a tree outside
-is as it was. Some by default::
+is as it was. Some by default, more in the slow lane::
 
     FUELRAIL_ATTACK=all pytest tests/attack/test_hostile_folders.py     every shape at every name
     python tests/attack/test_hostile_folders.py SEED NUMBER     states by chance, also of killed
@@ -37,7 +37,6 @@ from support.hostile_folders import (
 from support.hostile_runs import in_fork, run
 
 IS_WHOLE = os.environ.get("FUELRAIL_ATTACK") == "all"
-EVERY = 1 if IS_WHOLE else 23  # of the states of a command
 pytestmark = [
     pytest.mark.process,
     *([pytest.mark.timeout(0)] if IS_WHOLE else []),
@@ -86,18 +85,19 @@ def _index(place: Path) -> bytes:
     return (place / "DS" / "index.arrow").read_bytes()
 
 
-def states(command: str) -> list[tuple[str, str]]:
-    """Names and shapes that are tried with a command: a step through all of them has both many
-    times.
+def states(command: str, every: int) -> list[tuple[str, str]]:
+    """Names and shapes that are tried with a command: a step through all of them, from another one
+    for each command, has both many times.
     """
     chosen = [(name, shape) for shape, name in product(SHAPES, COMMANDS[command][2])]
-    return chosen[::EVERY]
+    return chosen if IS_WHOLE else chosen[list(COMMANDS).index(command) :: every]
 
 
+@pytest.mark.parametrize("every", [59, pytest.param(7, marks=pytest.mark.long)])
 @pytest.mark.parametrize("command", COMMANDS)
-def test_what_lies_in_a_working_folder_or_cache_is_checked(command, small, tmp_path) -> None:
+def test_what_lies_in_a_working_folder_or_cache_is_checked(command, every, small, tmp_path) -> None:
     faults_by_state = {}
-    for name, shape in states(command):
+    for name, shape in states(command, every):
         make_place(small, tmp_path / "place")
         plant(command, name, shape, tmp_path / "place")
         if faults := list_faults(command, tmp_path / "place"):

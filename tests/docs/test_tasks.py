@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import subprocess
 import sys
 
 import cv2
@@ -18,6 +17,7 @@ import fuelrail as fr
 from support.manifest_world import write_video
 from support.neutral_source import install_plugin
 from support.pages import ROOT, blocks_of, follow
+from support.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -240,11 +240,9 @@ def test_7_train_on_two_ranks_and_resume_on_one(desk, capfd) -> None:
     names = follow(GUIDES / "parallelism.md")
     assert capfd.readouterr().out.splitlines()[-2:] == ["1", f"2 {4 / 3}"]
     assert len(names["parts"][0]) == len(names["parts"][1]) > 0
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
-    for program in (["4", "modules.py"], ["2", "train.py"]):
-        done = subprocess.run([*launcher, *program], capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-    keys = [line.split()[-1] for line in done.stdout.splitlines() if line.startswith("rank ")]
+    run_ranks(4, "modules.py")
+    said = run_ranks(2, "train.py")
+    keys = [line.split()[-1] for line in said.splitlines() if line.startswith("rank ")]
     assert len(keys) == len(set(keys)) >= 2
 
 

@@ -29,12 +29,20 @@ QUICKSTART = GUIDES / "quickstart.md"
 
 
 @pytest.fixture(scope="module")
-def bare(tmp_path_factory):
-    """An environment with the package, as the quickstart installs it for the files of a reader."""
+def package_alone(tmp_path_factory):
+    """An environment with what comes with the package, without torch."""
     environment = Environment(tmp_path_factory.mktemp("environment") / "venv")
-    (line,) = installs_of(QUICKSTART, "Your own files")
-    environment.install(line)
+    environment.install("pip install --compile .")  # a reader's has compiled modules, too
     return environment
+
+
+@pytest.fixture(scope="module")
+def bare(package_alone):
+    """The same as the quickstart installs it for the files of a reader; to be asked for after ``package_alone``."""
+    package_alone.install_torch()
+    (line,) = installs_of(QUICKSTART, "Your own files")
+    package_alone.install(line)
+    return package_alone
 
 
 @pytest.fixture(scope="module")
@@ -67,16 +75,12 @@ def desk(quickstart_folder, tmp_path):
 
 
 def test_the_first_install_is_small_and_its_order_serves_torchs_loader(
-    tmp_path,
+    package_alone, tmp_path
 ) -> None:
     """The package alone, then torch by hand: neither OpenCV nor webdataset."""
-    environment = Environment(tmp_path / "venv", has_torch=False)
-    environment.install("pip install .")
-    assert environment.num_megabytes() <= 320
-    environment.install_torch()
-    folder = tmp_path / "made"
-    folder.mkdir()
-    printed = environment.run(folder, environment.python, "-m", "support.ordered_images")
+    assert package_alone.num_megabytes() <= 320
+    package_alone.install_torch()
+    printed = package_alone.run(tmp_path, package_alone.python, "-m", "support.ordered_images")
     assert "pip install -e '.[opencv]'" in printed
 
 

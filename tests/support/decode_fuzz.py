@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 _OUT_WH = (704, 256)
 _SANITIZERS = (
     "-march=x86-64-v3",
+    "-O1",
     "-g",
     "-fsanitize=address,undefined",
     "-fno-sanitize-recover=all",

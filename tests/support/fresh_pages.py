@@ -30,14 +30,12 @@ LINE_SECONDS = 600
 
 
 class Environment:
-    """A virtual environment, with torch's CPU build or bare; `install` adds what a page names."""
+    """A virtual environment; `install` adds what a page names, `install_torch` torch's CPU build."""
 
-    def __init__(self, folder: Path, *, has_torch: bool = True) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.python = folder / "bin" / "python"
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-        if has_torch:
-            self.install_torch()
 
     def install_torch(self) -> None:
         """Install torch's CPU build."""
@@ -71,7 +69,9 @@ class Environment:
         return run.stdout
 
     def _pip(self, *words: str) -> None:
-        subprocess.run([self.python, "-m", "pip", "install", "--quiet", *words], check=True)
+        # Compiled are the modules that are imported.
+        command = [self.python, "-m", "pip", "install", "--quiet", "--no-compile", *words]
+        subprocess.run(command, check=True)
 
 
 def installs_of(page: Path, *headings: str) -> list[str]:

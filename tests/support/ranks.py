@@ -96,6 +96,8 @@ def run_ranks(num_ranks: int, *arguments: object, timeout_s: float = 280) -> str
 def run_program(words: Sequence[str], env: Mapping[str, object], log: str | None) -> None:
     """Be ``python WORDS`` with these further variables, in a fork; its output is added to ``log``."""
     os.environ.update({name: str(value) for name, value in env.items()})
+    folders = str(env.get("PYTHONPATH", "")).split(os.pathsep)
+    sys.path[:0] = [folder for folder in folders if folder and folder not in sys.path]
     if log is not None:
         with open(log, "ab") as output:  # noqa: PTH123 - as `subprocess` has it
             os.dup2(output.fileno(), 1)

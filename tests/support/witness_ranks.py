@@ -100,7 +100,8 @@ def watch(case: str, folder: Path, rank: int, ranks: int) -> list:
     elif case == "dead":
         watched = fr.witness(loader(rank, ranks), timeout_s=5)
         if rank == 1:
-            time.sleep(30)  # longer than the timeout: neither here nor gone
+            while not (folder / "told.0").exists():  # neither here nor gone
+                time.sleep(0.05)
             return []
         try:
             list(watched)

@@ -1,16 +1,15 @@
-"""`fuelrail annotate` under torchrun: two processes, one layer, the bytes of one process."""
+"""`fuelrail annotate` on ranks as torchrun starts them: two processes, one layer, the bytes of one process."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 
 from fuelrail.__main__ import main
 from support.datasets import build_dataset
 from support.layers import digests
+from support.ranks import run_ranks
 
 pytestmark = pytest.mark.process
 
@@ -43,26 +42,9 @@ def test_two_ranks_write_the_layer_of_one(tmp_path, monkeypatch, capfd) -> None:
 
     assert main(words("alone/teacher")) == 0
     alone = json.loads(capfd.readouterr().out)
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "-m",
-        "fuelrail",
-    ]
-    done = subprocess.run(
-        [*command, *words("torchrun/teacher")],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    text = run_ranks(2, "-m", "fuelrail", *words("torchrun/teacher")).strip()
     decoder = json.JSONDecoder()
     ranks = []
-    text = done.stdout.strip()
     while text:
         report, end = decoder.raw_decode(text)
         ranks.append(report)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import fields
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -89,9 +90,11 @@ def test_sharding_and_a_case_that_is_measured_again(quick, tmp_path, capsys, mon
     assert repeated_report["mb_per_s"][first] == report["mb_per_s"][first]
     assert repeated_report["mb_per_s"][last] != report["mb_per_s"][last]
     path = out / "report.json"
-    path.write_text(path.read_text().replace('"cpu": "', '"cpu": "no '))
-    foreign_report, _ = quick(rate.main, *words, "--case", last)
-    assert list(foreign_report["mb_per_s"]) == [last], "figures of another machine are left out"
+    text = path.read_text()
+    path.write_text(text.replace('"cpu": "', '"cpu": "no '))
+    ours = msgspec.json.decode(text, type=rate.ShardingReport)
+    new = msgspec.structs.replace(ours, mb_per_s={last: ours.mb_per_s[last]})
+    assert rate._merged(path, new) == new, "figures of another machine are left out"
     with pytest.raises(SystemExit):
         rate.main(["--quick", "--cpus", "100000", "--dir", str(out)])
     assert "--cpus 100000: there are" in capsys.readouterr().err

@@ -240,7 +240,7 @@ def test_a_rank_of_1024_has_the_blocks_of_its_stage(rank, stage, in_flight):
 @pytest.mark.parametrize(
     ("world", "parallel", "rows", "count"),
     [
-        (8, ParallelSettings(mesh="dp_shard=4,tp=2"), 8, 3),
+        pytest.param(8, ParallelSettings(mesh="dp_shard=4,tp=2"), 8, 3, marks=pytest.mark.long),
         (4, ParallelSettings(strategy="zero1", recompute="full"), 1, 2),
         (4, ParallelSettings(mesh="pp=2,dp_shard=2", micro_batches=4), 4, 4),
         (

@@ -1,4 +1,4 @@
-"""Real processes, with programs so small that they need no torch: how ranks end. See also ``test_cut_off.py``."""
+"""How ranks end, with tiny programs; the first test starts interpreters. See also ``test_cut_off.py``."""
 
 from __future__ import annotations
 
@@ -64,6 +64,7 @@ def test_ranks_run_to_their_end(program):
     ]
 
 
+@pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize(
     ("behaviour", "first"),
     [
@@ -86,6 +87,7 @@ def sigterm():
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+@pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize("interrupt", [ctrl_c, sigterm])
 def test_an_interrupt_ends_the_ranks_and_the_handler_before_comes_back(program, interrupt):
     before = signal.getsignal(signal.SIGTERM)

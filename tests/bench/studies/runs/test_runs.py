@@ -289,7 +289,17 @@ AFTER = [
 ]
 
 
-@pytest.mark.parametrize("name", [*AFTER, "mix"])
+# Of those that select rows alike, one in the normal lane.
+ALIKE = ("padded", "filter")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.long] if name in ALIKE else [])
+        for name in (*AFTER, "mix")
+    ],
+)
 def test_runs_can_be_asked_after_samples_were_deleted(datasets, tmp_path, name):
     for folder in ("a", "b"):
         shutil.copytree(datasets / folder, tmp_path / folder)

@@ -124,6 +124,7 @@ def test_two_nodes_of_torchrun_are_one_world(words, tmp_path):
     check(tmp_path)
 
 
+@pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize(
     ("model", "message"),
     [
@@ -142,6 +143,7 @@ def run(words, model, *options):
     return main([*words, *options])
 
 
+@pytest.mark.usefixtures("warm_ranks")
 def test_an_own_model_is_timed_on_the_cpu_and_not_as_another_network(words, tmp_path, monkeypatch):
     """Whatever else the host does: what sleeps is in forward, and waits for no CPU."""
     monkeypatch.setattr(settings, "installed_gpus", list)
@@ -160,6 +162,7 @@ WRONG_KEY = 'return super().forward({"img": batch["image"]})'
 LINES = [line.strip() for line in MODEL.splitlines()]
 
 
+@pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize(
     ("model", "line", "message"),
     [
