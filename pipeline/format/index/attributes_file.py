@@ -155,7 +155,8 @@ class AttributesFile:
                 with pq.ParquetFile(stream, read_dictionary=texts) as file:
                     if file.metadata.num_columns > MAX_COLUMNS:
                         raise IndexFileError(
-                            f"'{self._path}' has {file.metadata.num_columns} columns, at most {MAX_COLUMNS} are read"
+                            f"'{self._path}' has {file.metadata.num_columns} columns, at most "
+                            f"{MAX_COLUMNS} are read"
                         )
                     for name, count in Counter(schema.names).items():
                         if count > 1:
