@@ -312,6 +312,7 @@ def _check_type(
     except (
         msgspec.ValidationError,
         AttributeError,
+        IndexError,
         TypeError,
         UnicodeError,
     ) as failure:

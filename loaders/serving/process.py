@@ -11,9 +11,9 @@ import logging
 import multiprocessing.util
 import os
 import pickle
+import socket
 import threading
 from collections.abc import Callable, Iterator
-from multiprocessing import reduction
 from typing import TYPE_CHECKING, Any, Final
 
 from fuelrail.loaders.batch.processes import start_process
@@ -117,8 +117,12 @@ class _Link:
                     continue
                 message: object = self.connection.recv()
                 if isinstance(message, Block):
-                    file = reduction.recv_handle(self.connection)
-                    self.memory.add(message.number, file, message.num_bytes)
+                    number = self.connection.fileno()
+                    with socket.fromfd(number, socket.AF_UNIX, socket.SOCK_STREAM) as link:
+                        _, files, _, _ = socket.recv_fds(link, 1, 1)
+                    if not files:
+                        raise EOFError
+                    self.memory.add(message.number, files[0], message.num_bytes)
                 elif isinstance(message, Forget):
                     self.memory.forget(message.numbers)
                 elif not isinstance(message, StepResult):

@@ -20,8 +20,8 @@ import contextlib
 import os
 import pickle
 import secrets
+import socket
 import threading
-from multiprocessing import reduction
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -174,7 +174,10 @@ class Client:
             for number in sorted(result.batch.blocks() - self._known):
                 file, num_bytes = memory.files[number]
                 self.connection.send(Block(number, num_bytes))
-                reduction.send_handle(self.connection, file, 0)
+                # Not multiprocessing's: from Python 3.14 on that reads an answer, as `listen` does.
+                family = socket.AF_UNIX
+                with socket.fromfd(self.connection.fileno(), family, socket.SOCK_STREAM) as link:
+                    socket.send_fds(link, [b"F"], [file])
                 self._known.add(number)
             self.connection.send(result)
 

@@ -222,6 +222,11 @@ def test_gnu_tar_lists_and_extracts(tmp_path: Path) -> None:
 @pytest.mark.skipif(which("tar") is None, reason="GNU tar is not installed")
 def test_gnu_tar_writes_the_same_bytes(tmp_path: Path) -> None:
     """An independent writer with our conventions arrives at our bytes, long names included."""
+    version = subprocess.run(
+        ["tar", "--version"], capture_output=True, text=True, check=True
+    ).stdout
+    if version.split()[3] >= "1.35":
+        pytest.skip("GNU tar 1.35 and newer leave device numbers empty behind a long name's header")
     members = {
         f"{key}.{field}": data for key, fields in EXAMPLE.items() for field, data in fields.items()
     }
