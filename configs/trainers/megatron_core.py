@@ -2,8 +2,8 @@
 DATASET``.
 
 Once `initialize_model_parallel` has run, the loader asks Megatron for its data-parallel rank: the
-ranks of a tensor-, pipeline- or context-parallel group get the same batches without a word. Needs
-``pip install megatron-core``.
+ranks of a tensor-, pipeline- or context-parallel group get the same batches without a word.
+`torch.save` writes a file for each rank, with the position. Needs ``pip install megatron-core``.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 DATASET``.
 
 The first stage needs the images, the last one the labels of the same samples. Both take them from
-loaders of their own, which the mesh's axis "pp" tells to yield the same batches.
+loaders of their own, which the mesh's axis "pp" tells to yield the same batches. `torch.save`
+writes a file for each stage, with the position.
 """
 
 from __future__ import annotations

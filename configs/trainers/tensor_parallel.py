@@ -3,7 +3,8 @@ DATASET``.
 
 The ranks of a tensor-parallel group hold parts of the same layers, so they must see the same
 samples. The loader knows that from the mesh: along "tp" all ranks get the same batches, along "dp"
-each its own. ``check_ranks`` makes sure.
+each its own. ``check_ranks`` makes sure. torch.distributed.checkpoint saves the loader with the
+rest.
 """
 
 from __future__ import annotations

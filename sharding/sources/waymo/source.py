@@ -151,6 +151,7 @@ class Waymo(WaymoSource[WaymoFileSettings]):
     - Images are distorted (`opencv_radtan`); camera axes are turned to right, down, forward.
       Waymo's pixel 0 is a pixel's left edge: 0.5 is subtracted from the principal point. Metadata
       has exposure, read-out and its direction.
+    - Attributes `night` and `rain` are null without time of day and weather.
     - Points are the first returns of the five lidars, in one channel `lidar` in ego at the frame's
       pose (`lidar2ego` is the identity): x, y, z, intensity, elongation. Only the top lidar's are
       compensated for ego's motion.
