@@ -30,6 +30,8 @@ OWN_MODELS: Final = ("ftheta", "mei")
 _ROUNDS: Final = 30
 _FARTHEST: Final = 10.0
 """Where the inverse of tangential terms ends that has none: beyond all images."""
+_FLAT: Final = 1e-9
+"""Determinant below which a lens is not inverted."""
 _WIDEST: Final = np.radians(89.0)
 """The largest angle from the axis [rad] that a pinhole is asked to show."""
 
@@ -166,8 +168,8 @@ def bent(flat: F64, lens: Lens) -> F64:
 
 
 def straight(places: F64, lens: Lens) -> F64:
-    """Invert :func:`bent`, by Newton's method or a fixed point, to 1e-12; a ray beyond 89
-    degrees becomes one of 89.
+    """Invert :func:`bent` by Newton's method, to 1e-12; a ray beyond 89 degrees becomes one of
+    89.
     """
     if lens.kind == "ftheta":
         polynomial = np.polynomial.Polynomial(lens.coefficients)
@@ -184,8 +186,8 @@ def straight(places: F64, lens: Lens) -> F64:
     coefficients = lens.coefficients[1:]
     points = places
     for _ in range(_ROUNDS):
-        moved = points + places - _radtan(points, coefficients)
-        points = np.clip(moved, -_FARTHEST, _FARTHEST)
+        error = _radtan(points, coefficients) - places
+        points = np.clip(points - _solve_radtan(points, error, coefficients), -_FARTHEST, _FARTHEST)
     square = (points**2).sum(-1, keepdims=True)
     # The ray through the place on the unit sphere, of which x/z and y/z are asked: Mei and Rives,
     # equation 4.
@@ -205,3 +207,24 @@ def _radtan(flat: F64, coefficients: tuple[float, ...]) -> F64:
     bent_x = x * radial + 2 * p1 * x * y + p2 * (square + 2 * x**2)
     bent_y = y * radial + p1 * (square + 2 * y**2) + 2 * p2 * x * y
     return np.stack((bent_x, bent_y), -1)
+
+
+def _solve_radtan(flat: F64, change: F64, coefficients: tuple[float, ...]) -> F64:
+    """Return how far places (..., 2) must move for `_radtan` to change by ``change``, to first
+    order.
+    """
+    k1, k2, p1, p2 = coefficients
+    x = flat[..., 0]
+    y = flat[..., 1]
+    square = x**2 + y**2
+    radial = 1.0 + k1 * square + k2 * square**2
+    slope = 2.0 * (k1 + 2.0 * k2 * square)
+    across = x * y * slope + 2 * p1 * x + 2 * p2 * y
+    dx_dx = radial + x**2 * slope + 2 * p1 * y + 6 * p2 * x
+    dy_dy = radial + y**2 * slope + 6 * p1 * y + 2 * p2 * x
+    determinant = dx_dx * dy_dy - across**2
+    # Beyond the fold of a lens there is no inverse; any step is as good there.
+    determinant = np.where(np.abs(determinant) > _FLAT, determinant, 1.0)
+    move_x = (dy_dy * change[..., 0] - across * change[..., 1]) / determinant
+    move_y = (dx_dx * change[..., 1] - across * change[..., 0]) / determinant
+    return np.stack((move_x, move_y), -1)

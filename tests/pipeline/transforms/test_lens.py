@@ -7,7 +7,7 @@ import dataclasses
 import cv2
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fuelrail.loaders.decode.lens import rectified_camera
@@ -82,11 +82,12 @@ def test_a_lens_that_opencv_has_is_as_opencv_has_it(name):
 
 @given(
     st.lists(st.floats(-0.02, 0.02), min_size=4, max_size=4),
-    st.floats(0.0, 1.0),
+    st.floats(0.5, 1.0),  # below, such a wide lens may fold
     st.floats(-3.1, 3.1),
     st.floats(0.0, 1.3),
     st.sampled_from(["ftheta", "mei"]),
 )
+@example(values=[0.0, 0.015625, 0.0, 0.0], xi=0.0, turn=0.0, theta=1.25, kind="mei")
 def test_there_and_back_is_where_it_began(values, xi, turn, theta, kind):
     coefficients = (
         (0.0, 1.0, *values) if kind == "ftheta" else (xi, *(0.2 * value for value in values))
