@@ -284,7 +284,7 @@ def test_bad_rows_of_long_tables_are_named(long, table, change, match):
         (
             "jsonl",
             b'{"a": ' * 100_000,
-            "row 0: not a JSON object.*nested too deeply",
+            "row 0: not a JSON object.*(nested too deeply|truncated)",  # Python 3.14 goes on
         ),
         (
             "jsonl",
