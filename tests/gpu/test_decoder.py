@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from fuelrail import ImageAugment, Transforms
+from fuelrail import ImageAugment
 from fuelrail.bench.measure.nvml import NvmlWatch
 from fuelrail.bench.studies.loader.report import LoaderOptions
 from fuelrail.bench.studies.loader.stages import measure_stages, record_stages
@@ -343,7 +343,7 @@ def test_pixels_do_not_depend_on_company(bench, facts, decoder):
 def _corpus(count):
     """``count`` pictures of each kind, half of them turned."""
     each = [(kind, number) for kind in KINDS for number in range(count)]
-    augments = (Transforms().image, _TRAIN)
+    augments = (ImageAugment(height=256, width=704), _TRAIN)
     maps = [
         augments[number % 2].draw([SOURCE_WH], seed=7, epoch=0, sample=number)[0]
         for _, number in each
