@@ -160,7 +160,8 @@ dali: setup
 
 test-dali: dali
 	$(BIN)/python -m pytest -q --numprocesses auto --maxprocesses 4 --dist load tests/loaders/decode/test_dali.py \
-		tests/loaders/decode/test_dali_install.py tests/loaders/decode/test_splice.py tests/sharding/test_dali_reader.py
+		tests/loaders/decode/test_dali_install.py tests/loaders/decode/test_splice.py tests/sharding/test_dali_reader.py \
+		tests/gpu/test_decoder.py
 
 # Its clusters take as long as a third of the suite, so `make test` skips these where Ray is not installed.
 test-ray: setup
