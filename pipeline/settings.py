@@ -799,8 +799,8 @@ def _type_in_words(kind: inspect.Type) -> str | None:
         case inspect.DictType():
             return f"a mapping{_length_in_words(kind.min_length, kind.max_length, 'entry')}"
         case inspect.NamedTupleType():
-            least = sum(field.required for field in kind.fields)
-            return f"a list{_length_in_words(least, len(kind.fields), 'entry')}"
+            minimum = sum(field.required for field in kind.fields)
+            return f"a list{_length_in_words(minimum, len(kind.fields), 'entry')}"
         case inspect.StructType():
             return "a list" if kind.array_like else "a mapping"
     return None
@@ -808,22 +808,22 @@ def _type_in_words(kind: inspect.Type) -> str | None:
 
 def _bounds_in_words(kind: inspect.IntType | inspect.FloatType) -> str:
     """Return `` from 1 to 5``, `` >= 1``, `` > 0 and <= 1``; empty without bounds."""
-    least = kind.ge
+    minimum = kind.ge
     above = kind.gt
-    most = kind.le
+    maximum = kind.le
     below = kind.lt
     if isinstance(kind, inspect.IntType):  # "> 0" is ">= 1" for whole numbers
         if above is not None:
-            least = above + 1
+            minimum = above + 1
             above = None
         if below is not None:
-            most = below - 1
+            maximum = below - 1
             below = None
     words = ""
-    if least is not None and most is not None:
-        words = f" from {_figure(least)} to {_figure(most)}"
+    if minimum is not None and maximum is not None:
+        words = f" from {_figure(minimum)} to {_figure(maximum)}"
     else:
-        bounds = {">=": least, ">": above, "<=": most, "<": below}
+        bounds = {">=": minimum, ">": above, "<=": maximum, "<": below}
         parts = [f"{sign} {_figure(bound)}" for sign, bound in bounds.items() if bound is not None]
         if parts:
             words = f" {' and '.join(parts)}"
@@ -838,16 +838,16 @@ def _figure(number: float) -> str:
     return f"{number:.15g}"
 
 
-def _length_in_words(least: int | None, most: int | None, noun: str) -> str:
+def _length_in_words(minimum: int | None, maximum: int | None, noun: str) -> str:
     plural = noun[:-1] + "ies" if noun.endswith("y") else f"{noun}s"
-    if least is not None and least == most:
-        return f" of {least} {noun if least == 1 else plural}"
-    if least and most is not None:
-        return f" of {least} to {most} {plural}"
-    if least:
-        return f" of {least} or more {plural}"
-    if most is not None:
-        return f" of at most {most} {noun if most == 1 else plural}"
+    if minimum is not None and minimum == maximum:
+        return f" of {minimum} {noun if minimum == 1 else plural}"
+    if minimum and maximum is not None:
+        return f" of {minimum} to {maximum} {plural}"
+    if minimum:
+        return f" of {minimum} or more {plural}"
+    if maximum is not None:
+        return f" of at most {maximum} {noun if maximum == 1 else plural}"
     return ""
 
 

@@ -88,5 +88,5 @@ def short_of(outcome: str) -> str:
 
 
 if __name__ == "__main__":
-    made = picture(load_report_of(Path(sys.argv[1]), ResumeReport, SCHEMA, VERSION))
-    Path(sys.argv[2]).write_text(made, encoding="utf-8")
+    svg = picture(load_report_of(Path(sys.argv[1]), ResumeReport, SCHEMA, VERSION))
+    Path(sys.argv[2]).write_text(svg, encoding="utf-8")

@@ -169,15 +169,15 @@ def find_causes(
             for name in _LOST:
                 is_part = chosen & (late.parts == PARTS.index(name))
                 lost[name] = lost[name] - np.where(is_part, late.excess, 0.0)
-            reason = _Reason("slow rank" if is_one else "uneven ranks")
+            if part == "data_wait":
+                reason = _explain_loader([every[row]], num_workers, num_cpus) if is_one else loader
+            elif is_one:
+                reason = _Reason(_CAUSES.get(part, "slow rank"))
+            else:
+                reason = _Reason("uneven ranks")
             subject = "The ranks hold each other up in turns, mostly by the"
             if is_one:
                 subject = f"Rank {numbers[row]} holds the others up by its"
-                reason = _Reason(_CAUSES.get(part, reason.cause))
-            if part == "data_wait":
-                reason = loader
-                if is_one:
-                    reason = _explain_loader([every[row]], num_workers, num_cpus)
             text = f"{subject} {LABELS[part]}: {share}. {reason.text}".strip()
             queued_ns = totals[row].trainer_queued_ns
             if is_computing and is_one and queued_ns > _QUEUED * totals[row].cpu_wall_ns:
