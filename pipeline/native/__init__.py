@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 REBUILD = "python -m fuelrail.pipeline.native"
 
-RESTART_WRITER: Final = "fuelrail 1"
+RESTART_WRITER: Final = "fuelrail 2"
 """Name of the code that adds restart markers; the number changes where its bytes do."""
 
 _FAULTS: Final = {
@@ -171,11 +171,12 @@ class CameraJpeg:
         self._cut_rows(table.ctypes.data, len(table))
 
     def add_restarts(self, encoded: Buffer, scratch: Scratch) -> bytes | None:
-        """Return a JPEG with a restart marker at each row of MCUs and Huffman tables made for it.
+        """Return a JPEG with a restart marker at each row of MCUs.
 
-        Coefficients and all other segments of the header stay as they are. None for a file that is
-        left as it is: progressive, of several scans, without tables of its own, or with up to 7
-        stray bytes after a segment's data. Raises ImageError for a damaged file.
+        Coefficients, Huffman codes and all segments of the header stay as they are; a DC table
+        that lacks codes for some levels gets them. None for a file that is left as it is:
+        progressive, of several scans, without tables of its own, with a DC table that has no room,
+        or with up to 7 stray bytes after a segment's data. Raises ImageError for a damaged file.
         """
         data = np.frombuffer(encoded, np.uint8)
         room = scratch.take("restarts", 1, self._restart_room_bytes(data.size), 1).ravel()

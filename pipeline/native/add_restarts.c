@@ -1,22 +1,21 @@
-/* Writes a baseline JPEG again with a restart marker after each row of MCUs, and Huffman tables made for what it holds.
+/* Writes a baseline JPEG again with a restart marker after each row of MCUs.
  *
- * Coefficients stay as they are, so pixels do too, and so do all other segments of the header. Symbols are read and
- * counted, tables are made of the counts, then the symbols are written. What comes after the image's end is dropped.
+ * The bits of its symbols are copied as they are, but those of the DC levels that follow a marker: these are told from
+ * zero there (T.81 F.2.1.3.1), and are written again. Pixels stay, and so do the Huffman tables and all other segments
+ * of the header; a DC table without codes for some levels gets them, longer than its own. What comes after the image's
+ * end is dropped.
  *
  * LEFT is the answer for what is not baseline with all components in one scan, and for a scan with stray bytes that a
- * decoder may pass over; a damaged file is named by its fault. References: ITU-T T.81, annexes B, E, F and K.
+ * decoder may pass over; a damaged file is named by its fault. References: ITU-T T.81, annexes B, E and F.
  */
 
 #include "memory.h"
 
 enum { MAX_BLOCKS = 10, MAX_ROWS = 65535 / 8 + 1, STRAY_BYTES = 7 }; /* blocks of an MCU; rows of MCUs */
-enum { CHUNK_TOKENS = 1024, MCU_TOKENS = MAX_BLOCKS * 66, MCU_PADDING = MAX_BLOCKS * 64 * 4 + 64 };
+enum { CHUNK_BYTES = 4096, SCAN_PADDING = 64 }; /* the latter can be read behind a segment */
+enum { NUM_SIZES = 12, MAX_LEVEL = 2047 }; /* sizes of DC differences, table F.1, and the largest of them */
 enum { LEFT = 0, BROKEN_HEADER = -1, CUT_SHORT = -2, NO_SUCH_CODE = -3, TOO_LARGE = -4, WRONG_MARKER = -5 };
 enum { OK = 1 };
-
-/* A symbol to write. From the lowest bit: its value's bits (16), the symbol (8), its table (2: AC, identifier). */
-typedef uint32_t Token;
-enum { ZERO_RUN = 0xF0 };
 
 typedef struct {
     int num_columns, num_rows; /* of MCUs */
@@ -26,6 +25,11 @@ typedef struct {
     int64_t restart_interval;      /* MCUs of a segment */
     const uint8_t *scan_header, *scan, *end;
 } Source;
+
+typedef struct { /* of a Huffman table, by size of the difference */
+    uint8_t length[NUM_SIZES];
+    uint16_t bits[NUM_SIZES];
+} Codes;
 
 typedef struct { /* the bytes of the result, and the bits that are not a byte yet, first one highest */
     uint8_t *at, *end;
@@ -51,30 +55,42 @@ static void put_stuffed(Writer *to, const uint8_t *bytes, size_t num_bytes) { /*
     }
 }
 
-/* Writes symbols without a branch for each; `codes` has by table and symbol the code before room for the value (27 bits)
- * and, in the lowest 5 bits, the length of both. */
-static void put_tokens(Writer *to, const Token *token, const Token *end, const uint32_t *codes) {
-    uint8_t chunk[4 * CHUNK_TOKENS + 8];
-    while (token < end) {
-        const Token *stop = end - token > CHUNK_TOKENS ? token + CHUNK_TOKENS : end;
-        uint8_t *at = chunk;
-        uint64_t bits = to->bits;
-        unsigned num_bits = to->num_bits;
-        for (; token < stop; token++) {
-            uint32_t code = codes[*token >> 16];
-            unsigned length = code & 31;
-            bits |= (uint64_t)(code >> 5 | (*token & 0xFFFF)) << (64 - num_bits - length);
-            uint64_t word = __builtin_bswap64(bits);
-            memcpy(at, &word, 8);
-            num_bits += length;
-            at += num_bits >> 3;
-            bits <<= num_bits & ~7u;
-            num_bits &= 7;
+/* Copies the bits [from, end) of `bytes`, behind which eight bytes more can be read. */
+static void put_bits(Writer *to, const uint8_t *bytes, ptrdiff_t from, ptrdiff_t end) {
+    uint8_t chunk[CHUNK_BYTES], *at = chunk;
+    while (from < end) {
+        unsigned length = end - from < 56 ? (unsigned)(end - from) : 56;
+        uint64_t next;
+        memcpy(&next, bytes + (from >> 3), 8);
+        next = __builtin_bswap64(next) << (from & 7) & ~(~(uint64_t)0 >> length);
+        to->bits |= next >> to->num_bits;
+        to->num_bits += length;
+        uint64_t word = __builtin_bswap64(to->bits);
+        memcpy(at, &word, 8);
+        at += to->num_bits >> 3;
+        to->bits <<= to->num_bits & ~7u;
+        to->num_bits &= 7;
+        from += length;
+        if (at > chunk + CHUNK_BYTES - 8) {
+            put_stuffed(to, chunk, (size_t)(at - chunk));
+            at = chunk;
         }
-        put_stuffed(to, chunk, (size_t)(at - chunk));
-        to->bits = bits;
-        to->num_bits = num_bits;
     }
+    put_stuffed(to, chunk, (size_t)(at - chunk));
+}
+
+/* Writes how a DC level differs from the one before, F.1.2.1. */
+static int put_difference(Writer *to, const Codes *codes, int difference) {
+    int sign = difference >> 31;
+    unsigned magnitude = (unsigned)((difference ^ sign) - sign);
+    if (magnitude > MAX_LEVEL) return TOO_LARGE;
+    unsigned size = 31 - (unsigned)__builtin_clz(magnitude << 1 | 1), length = codes->length[size] + size;
+    uint32_t bits = (uint32_t)codes->bits[size] << size | ((unsigned)(difference + sign) & ((1u << size) - 1));
+    uint64_t word = __builtin_bswap64((uint64_t)bits << (64 - length));
+    uint8_t bytes[8];
+    memcpy(bytes, &word, 8);
+    put_bits(to, bytes, 0, (ptrdiff_t)length);
+    return OK;
 }
 
 static void put_end_of_segment(Writer *to, int marker) { /* the last byte is filled with ones, F.1.2.3 */
@@ -170,157 +186,212 @@ static int read_header(Source *source, Context *context, const uint8_t *data, si
     }
 }
 
-/* --- Symbols --- */
+/* --- Tables --- */
 
-/* What the next LOOK bits begin with. From the lowest bit: bits of code and value (8), of the code (8), the symbol (8),
- * how far it advances in the block (8). 0 for codes longer than LOOK. */
-typedef uint32_t Step;
-
-INLINE Step make_step(int symbol, int length) {
-    unsigned advance = symbol ? (unsigned)(symbol >> 4) + 1 : END_OF_BLOCK;
-    return advance << 24 | (Step)symbol << 16 | (Step)length << 8 | (Step)(length + (symbol & 15));
-}
-
-static void make_steps(const Huffman *table, Step *steps) {
-    memset(steps, 0, sizeof(Step) << LOOK);
-    for (int length = 1, k = 0; length <= LOOK; length++)
-        for (int i = 0; i < table->counts[length - 1]; i++, k++) {
-            int spare = LOOK - length, code = k - table->offset[length];
-            for (int rest = 0; rest < 1 << spare; rest++)
-                steps[code << spare | rest] = make_step(table->symbols[k], length);
-        }
-}
-
-typedef struct {
-    Token *at, *end;
-    uint32_t counts[4][256]; /* of each symbol, by table */
-    Step steps[4][1 << LOOK];
-} Symbols;
-
-typedef struct { /* of an MCU */
-    const Huffman *dc, *ac;
-    const Step *dc_steps, *ac_steps;
-    uint32_t *dc_counts, *ac_counts;
-    Token dc_table, ac_table;
-    int *level, *sent; /* DC: read, and written last */
-} Block;
-
-INLINE Step next_step(const Reader *reader, const Step *steps, const Huffman *table) {
-    Step step = steps[reader->bits >> (64 - LOOK)];
-    if (UNLIKELY(!step)) {
-        int length = LOOK + 1, symbol = find_symbol(table, reader->bits, &length);
-        if (symbol >= 0) step = make_step(symbol, length);
+/* Writes a table's segment. That of DC levels gets codes for the sizes that it lacks, behind its own and so of one
+ * length: its codes stay what they are, and that of all ones unused. LEFT where no such length is left. */
+static int put_table(Writer *to, int kind, int identifier, const Huffman *table, Codes *codes) {
+    uint8_t segment[4 + 17 + 256 + NUM_SIZES] = {0xFF, 0xC4}, *counts = segment + 5, *symbols = segment + 21;
+    int num_symbols = 0, longest = 1, has_size[NUM_SIZES] = {0}, num_missing = 0;
+    memcpy(counts, table->counts, 16);
+    for (int length = 1; length <= 16; length++) {
+        num_symbols += counts[length - 1];
+        if (counts[length - 1]) longest = length;
     }
-    return step;
-}
-
-INLINE uint32_t take_value(Reader *reader, Step step) {
-    uint32_t value = (uint32_t)(reader->bits << (step >> 8 & 31) >> 1 >> (63 - (step >> 16 & 15)));
-    reader->bits <<= step & 63;
-    reader->num_bits -= step;
-    return value;
-}
-
-/* Reads a symbol of a block whose last coefficient so far is `k`; returns the new one, BROKEN where a code is none. */
-INLINE unsigned move_symbol(Reader *reader, const Block *block, Token **to, unsigned k) {
-    Step step = next_step(reader, block->ac_steps, block->ac);
-    if (UNLIKELY(!step)) return BROKEN;
-    unsigned symbol = step >> 16 & 255;
-    block->ac_counts[symbol]++;
-    *(*to)++ = block->ac_table | symbol << 16 | take_value(reader, step);
-    return k + (step >> 24);
-}
-
-INLINE int move_block(Reader *from, const Block *block, Token **tokens) {
-    Reader reader = *from;
-    Token *to = *tokens;
-    refill(&reader);
-    Step step = next_step(&reader, block->dc_steps, block->dc);
-    if (UNLIKELY(!step)) return NO_SUCH_CODE;
-    unsigned value = take_value(&reader, step), size = step >> 16 & 15;
-    *block->level += (int)(value - (((1u << size) - 1) & ((value << 1 >> size) - 1))); /* F.2.2.1, without a branch */
-    int difference = *block->level - *block->sent, sign = difference >> 31;
-    unsigned magnitude = (unsigned)((difference ^ sign) - sign);
-    if (UNLIKELY(magnitude > 2047)) return TOO_LARGE;
-    size = 31 - (unsigned)__builtin_clz(magnitude << 1 | 1);
-    block->dc_counts[size]++;
-    *to++ = block->dc_table | size << 16 | ((unsigned)(difference + sign) & ((1u << size) - 1));
-    *block->sent = *block->level;
-    const Token *first = to;
-    unsigned k = 0;
-    for (;;) {
-        k = move_symbol(&reader, block, &to, k);
-        if (k >= 63) break;
-        refill(&reader);
-        k = move_symbol(&reader, block, &to, k);
-        if (k >= 63) break;
+    memcpy(symbols, table->symbols, (size_t)num_symbols);
+    if (kind == 0) {
+        for (int k = 0; k < num_symbols; k++) has_size[symbols[k]] = 1;
+        for (int size = 0; size < NUM_SIZES; size++) num_missing += !has_size[size];
     }
-    *from = reader;
-    if (k != 63 && k - END_OF_BLOCK > 62) return NO_SUCH_CODE;
-    Token zero_run = block->ac_table | ZERO_RUN << 16, block_end = block->ac_table;
-    if (UNLIKELY(to[-1] == zero_run || (to - first > 1 && to[-2] == zero_run && to[-1] == block_end))) {
-        to -= to[-1] == block_end; /* zeros up to the end need no runs */
-        for (; to > first && to[-1] == zero_run; to--) block->ac_counts[ZERO_RUN]--;
-        block->ac_counts[0] += k == 63;
-        *to++ = block_end;
+    if (num_missing) {
+        if (num_symbols + num_missing > UINT8_MAX) return LEFT;
+        int spare = (1 << 16) - table->first_beyond[16]; /* codes of 16 bits */
+        while (longest <= 16 && (spare >> (16 - longest)) <= num_missing) longest++;
+        if (longest > 16) return LEFT;
+        counts[longest - 1] += (uint8_t)num_missing;
+        for (int size = 0; size < NUM_SIZES; size++)
+            if (!has_size[size]) symbols[num_symbols++] = (uint8_t)size;
     }
-    *tokens = to;
+    segment[2] = (uint8_t)((19 + num_symbols) >> 8);
+    segment[3] = (uint8_t)(19 + num_symbols);
+    segment[4] = (uint8_t)(kind << 4 | identifier);
+    put_bytes(to, segment, 21 + (size_t)num_symbols);
+    if (kind == 0)
+        for (int length = 1, code = 0, k = 0; length <= 16; length++, code <<= 1)
+            for (int i = 0; i < counts[length - 1]; i++, k++, code++) {
+                codes->length[symbols[k]] = (uint8_t)length;
+                codes->bits[symbols[k]] = (uint16_t)code;
+            }
     return OK;
 }
 
-/* Reads the scan's symbols; `row_ends` gets where each row of MCUs ends. */
-static int read_scan(const Source *source, const Context *context, uint8_t *bytes, Symbols *symbols,
-                     Token **row_ends) {
-    int level[4] = {0}, sent[4] = {0}, marker = 0;
-    Block blocks[MAX_BLOCKS];
-    for (int b = 0; b < source->num_blocks; b++) {
-        int c = source->component[b], dc = source->dc[c], ac = 2 | source->ac[c];
-        blocks[b] = (Block){.dc = &context->tables[0][dc],
-                            .ac = &context->tables[1][ac & 1],
-                            .dc_steps = symbols->steps[dc],
-                            .ac_steps = symbols->steps[ac],
-                            .dc_counts = symbols->counts[dc],
-                            .ac_counts = symbols->counts[ac],
-                            .dc_table = (Token)dc << 24,
-                            .ac_table = (Token)ac << 24,
-                            .level = &level[c],
-                            .sent = &sent[c]};
+static int put_tables(Writer *to, const Source *source, const Context *context, Codes *codes) {
+    int has_table[2][2] = {{0}};
+    for (int c = 0; c < source->num_components; c++)
+        for (int kind = 0; kind < 2; kind++) {
+            int identifier = kind ? source->ac[c] : source->dc[c];
+            if (has_table[kind][identifier]++) continue;
+            const Huffman *table = &context->tables[kind][identifier];
+            if (put_table(to, kind, identifier, table, &codes[identifier]) != OK) return LEFT;
+        }
+    return OK;
+}
+
+/* --- Scan --- */
+
+typedef struct Block { /* of an MCU */
+    const Huffman *tables[2];
+    const Step *steps[2];
+    const struct Block *next; /* of the last one: the first */
+    int component, is_first;  /* of its component */
+} Block;
+
+INLINE ptrdiff_t bits_read(const Reader *reader, const uint8_t *bytes) {
+    return (reader->at - bytes) * 8 - (ptrdiff_t)(reader->num_bits & 63);
+}
+
+INLINE Step make_step(int kind, int symbol, int length, int value) {
+    int size = symbol & 15, is_end = kind == 1 && symbol == 0, advance = kind == 0 || is_end ? 0 : (symbol >> 4) + 1;
+    uint32_t difference = kind == 0 ? (uint32_t)extended(value, size) : 0;
+    return difference << 16 | (uint32_t)advance << 8 | (is_end ? BLOCK_END : 0) | (uint32_t)(length + size);
+}
+
+/* The next symbol, of a table of DC levels (kind 0) or of the others; 0 where it has no such code. */
+static Step next_step(const Reader *reader, const Huffman *table, int kind) {
+    int length = 1, symbol = find_symbol(table, reader->bits, &length), size = symbol & 15;
+    if (symbol < 0) return 0;
+    return make_step(kind, symbol, length, size ? (int)(reader->bits << length >> (64 - size)) : 0);
+}
+
+static void make_steps(Steps *steps, const Huffman *const *tables) {
+    int is_made = steps->is_made;
+    for (int kind = 0; kind < 2; kind++)
+        is_made = is_made && !memcmp(steps->counts[kind], tables[kind]->counts, 16) &&
+                  !memcmp(steps->symbols[kind], tables[kind]->symbols, 256);
+    if (is_made) return;
+    memset(steps, 0, sizeof *steps);
+    for (int kind = 0; kind < 2; kind++) {
+        const Huffman *table = tables[kind];
+        memcpy(steps->counts[kind], table->counts, 16);
+        memcpy(steps->symbols[kind], table->symbols, 256);
+        for (int length = 1, k = 0; length <= PEEK; length++)
+            for (int i = 0; i < table->counts[length - 1]; i++, k++) {
+                int symbol = table->symbols[k], size = symbol & 15, spare = PEEK - length;
+                int code = k - table->offset[length];
+                if (size <= spare)
+                    for (int rest = 0; rest < 1 << spare; rest++)
+                        steps->steps[kind][code << spare | rest] =
+                            make_step(kind, symbol, length, rest >> (spare - size));
+            }
     }
-    for (int c = 0; c < source->num_components; c++) {
-        make_steps(&context->tables[0][source->dc[c]], symbols->steps[source->dc[c]]);
-        make_steps(&context->tables[1][source->ac[c]], symbols->steps[2 | source->ac[c]]);
+    Step alone[1 << PEEK];
+    memcpy(alone, steps->steps[1], sizeof alone);
+    for (int kind = 0; kind < 2; kind++)
+        for (int i = 0; i < 1 << PEEK; i++) {
+            Step step = steps->steps[kind][i];
+            while (step && !(step & BLOCK_END)) {
+                Step next = alone[(unsigned)i << (step & 63) & ((1 << PEEK) - 1)];
+                if (!next || (step & 63) + (next & 63) > PEEK) break;
+                step += next;
+            }
+            steps->steps[kind][i] = step;
+        }
+    steps->is_made = 1;
+}
+
+/* Passes over blocks and adds to the DC levels of their components. There is no branch for where a block ends: it would
+ * be mispredicted at each. Stops beyond `limit`. */
+static int pass_blocks(Reader *from, const Block *block, int64_t num_blocks, int *level, const uint8_t *limit) {
+    Reader reader = *from;
+    const Step *steps = block->steps[0];
+    unsigned k = 0, kind = 0;
+    while (num_blocks) {
+        if (UNLIKELY(reader.at > limit)) return CUT_SHORT;
+        refill(&reader);
+        for (int look = 0; look < LOOKS && num_blocks; look++) {
+            Step step = steps[reader.bits >> (64 - PEEK)];
+            unsigned next_k = k + (step >> 8 & 255);
+            if (UNLIKELY(!step | (next_k > 62))) {
+                refill(&reader);
+                step = next_step(&reader, block->tables[kind], (int)kind);
+                next_k = k + (step >> 8 & 255);
+                if (!step || next_k > 63) return reader.at > limit ? CUT_SHORT : NO_SUCH_CODE;
+                if (next_k == 63) step |= BLOCK_END; /* without a symbol that says so */
+                look = LOOKS;
+            }
+            reader.bits <<= step & 63;
+            reader.num_bits -= step;
+            level[block->component] += (int32_t)step >> 16;
+            unsigned is_end = step & BLOCK_END;
+            const Step *rest = block->steps[1];
+            const Block *next = block->next;
+            const Step *start = next->steps[0];
+            k = is_end ? 0 : next_k;
+            kind = !is_end;
+            steps = is_end ? start : rest;
+            block = is_end ? next : block;
+            num_blocks -= is_end != 0;
+        }
     }
-    int64_t left = 0, num_mcus = (int64_t)source->num_columns * source->num_rows;
-    const uint8_t *at = source->scan, *segment_end = bytes;
+    *from = reader;
+    return OK;
+}
+
+/* The bits of the next DC symbol, its value's among them. */
+static int dc_length(Reader reader, const Huffman *dc) {
+    refill(&reader);
+    return next_step(&reader, dc, 0) & 63;
+}
+
+/* Writes the scan, a segment for each row of MCUs. Segments of the source begin wherever they like: where one does, and
+ * where a row does, DC levels are written again. `bytes` has room for the scan and SCAN_PADDING. */
+static int put_scan(Writer *to, const Source *source, const Block *blocks, const Codes *codes, uint8_t *bytes) {
+    int level[4] = {0}, level_before[4] = {0}, marker = 0, outcome;
+    int64_t left = 0, num_mcus = (int64_t)source->num_columns * source->num_rows, num_passed;
+    const uint8_t *at = source->scan;
+    uint8_t *end = bytes; /* of the segment */
     Reader reader = {0};
-    for (int64_t mcu = 0, segment = 0; mcu < num_mcus; mcu++) {
+    for (int64_t mcu = 0, segment = 0, row = 0, column = 0; mcu < num_mcus; mcu += num_passed) {
         if (left == 0) {
-            uint8_t *to = bytes;
-            at = copy_segment(at, source->end, &to, &marker);
+            end = bytes;
+            at = copy_segment(at, source->end, &end, &marker);
             while (at && marker == 0xFF) { /* a fill byte, B.1.1.2 */
                 marker = at < source->end ? *at : 0xD9;
                 at = at < source->end ? at + 1 : NULL;
             }
             if (!at) return CUT_SHORT;
             if (!marker) return LEFT; /* 0xFF, 0xFF, 0: libjpeg-turbo goes on, and gets wrong coefficients */
-            memset(to, 0, MCU_PADDING);
-            segment_end = to;
+            memset(end, 0, SCAN_PADDING);
             reader = (Reader){0, 0, bytes};
+            memcpy(level_before, level, sizeof level);
             memset(level, 0, sizeof level);
             left = num_mcus - mcu < source->restart_interval ? num_mcus - mcu : source->restart_interval;
         }
-        if (mcu % source->num_columns == 0) memset(sent, 0, sizeof sent);
-        if (reader.at > segment_end + 8) return CUT_SHORT; /* so that an MCU never reads beyond the padding */
-        if (symbols->end - symbols->at < MCU_TOKENS) return LEFT;
-        for (int b = 0; b < source->num_blocks; b++) {
-            int outcome = move_block(&reader, &blocks[b], &symbols->at);
-            if (UNLIKELY(outcome != OK)) return reader.at > segment_end + 8 ? CUT_SHORT : outcome;
+        if (column == 0) memset(level_before, 0, sizeof level_before);
+        num_passed = left < source->num_columns - column ? left : source->num_columns - column;
+        ptrdiff_t copied = bits_read(&reader, bytes);
+        for (const Block *block = blocks; block < blocks + source->num_blocks; block++) {
+            int c = block->component, length = block->is_first ? dc_length(reader, block->tables[0]) : 0;
+            ptrdiff_t start = bits_read(&reader, bytes);
+            if ((outcome = pass_blocks(&reader, block, 1, level, end + 8)) != OK) return outcome;
+            if (!block->is_first) continue;
+            put_bits(to, bytes, copied, start);
+            copied = start + length;
+            if (put_difference(to, &codes[source->dc[c]], level[c] - level_before[c]) != OK) return TOO_LARGE;
         }
-        if ((mcu + 1) % source->num_columns == 0) row_ends[mcu / source->num_columns] = symbols->at;
-        if (--left) continue;
-        ptrdiff_t num_bits = (reader.at - bytes) * 8 - (ptrdiff_t)(reader.num_bits & 63);
-        ptrdiff_t spare = segment_end - bytes - (num_bits + 7) / 8;
-        int is_restart = (marker & 0xF8) == 0xD0, is_last = mcu == num_mcus - 1;
+        outcome = pass_blocks(&reader, blocks, (num_passed - 1) * source->num_blocks, level, end + 8);
+        if (outcome != OK) return outcome;
+        ptrdiff_t num_bits = bits_read(&reader, bytes), spare = end - bytes - (num_bits + 7) / 8;
+        put_bits(to, bytes, copied, num_bits);
+        column += num_passed;
+        if (column == source->num_columns) {
+            put_end_of_segment(to, row == source->num_rows - 1 ? 0xD9 : 0xD0 | (row & 7));
+            row++;
+            column = 0;
+        }
+        left -= num_passed;
+        if (left) continue;
+        int is_restart = (marker & 0xF8) == 0xD0, is_last = mcu + num_passed == num_mcus;
         if (spare < 0) return CUT_SHORT;
         if (spare > STRAY_BYTES) return WRONG_MARKER;
         if (spare || (is_last && marker != 0xD9 && marker >= 0xC0 && !is_restart)) return LEFT;
@@ -330,72 +401,10 @@ static int read_scan(const Source *source, const Context *context, uint8_t *byte
     return OK;
 }
 
-/* --- Tables --- */
-
-/* Makes the Huffman table of some counts, annex K.2, and writes its segment; `codes` gets what `put_tokens` takes. Keys are a count and 256 less the symbol, so that the least is K.2's choice. */
-static void put_table(Writer *to, int identifier, const uint32_t *counts, uint32_t *codes) {
-    uint64_t keys[257];
-    int num_keys = 0, length_of[257] = {0}, next[257], num_of[258] = {0}, place[258] = {0};
-    for (int symbol = 0; symbol <= 256; symbol++) { /* 256 takes the code of all ones, which stays unused */
-        next[symbol] = -1;
-        uint64_t number = symbol == 256 ? 1 : counts[symbol];
-        if (number) keys[num_keys++] = number << 9 | (uint64_t)(256 - symbol);
-    }
-    while (num_keys > 1) {
-        int least = keys[1] < keys[0], second = !least;
-        for (int i = 2; i < num_keys; i++) {
-            if (keys[i] < keys[least]) {
-                second = least;
-                least = i;
-            } else if (keys[i] < keys[second])
-                second = i;
-        }
-        int one = 256 - (int)(keys[least] & 511), other = 256 - (int)(keys[second] & 511);
-        keys[least] += keys[second] >> 9 << 9;
-        keys[second] = keys[--num_keys];
-        for (length_of[one]++; next[one] >= 0; length_of[one]++) one = next[one];
-        next[one] = other;
-        for (; other >= 0; other = next[other]) length_of[other]++;
-    }
-    for (int symbol = 0; symbol <= 256; symbol++) num_of[length_of[symbol]]++;
-    for (int length = 1; length < 257; length++) place[length + 1] = place[length] + num_of[length];
-    uint8_t segment[4 + 17 + 256] = {0xFF, 0xC4}, *symbols = segment + 21;
-    int num_symbols = place[257] - 1;
-    for (int symbol = 0; symbol < 256; symbol++)
-        if (length_of[symbol]) symbols[place[length_of[symbol]]++] = (uint8_t)symbol;
-    for (int length = 256; length > 16; length--) /* figure K.3: none is longer than 16 bits */
-        while (num_of[length]) {
-            int shorter = length - 2;
-            while (!num_of[shorter]) shorter--;
-            num_of[length] -= 2;
-            num_of[length - 1]++;
-            num_of[shorter + 1] += 2;
-            num_of[shorter]--;
-        }
-    int longest = 16;
-    while (!num_of[longest]) longest--;
-    num_of[longest]--; /* that of 256 */
-    segment[2] = (uint8_t)((19 + num_symbols) >> 8);
-    segment[3] = (uint8_t)(19 + num_symbols);
-    segment[4] = (uint8_t)identifier;
-    uint32_t code = 0;
-    for (int length = 1, k = 0; length <= 16; length++, code <<= 1) {
-        segment[4 + length] = (uint8_t)num_of[length];
-        for (int i = 0; i < num_of[length]; i++, code++) {
-            int size = symbols[k] & 15;
-            codes[symbols[k++]] = code << size << 5 | (uint32_t)(length + size);
-        }
-    }
-    put_bytes(to, segment, 21 + (size_t)num_symbols);
-}
-
 /* --- Entry points --- */
 
-/* Scratch memory for a file of `num_bytes`: each symbol takes a bit of it, or more. */
-size_t add_restarts_scratch_bytes(size_t num_bytes) {
-    return num_bytes + MCU_PADDING + (8 * num_bytes + 2 * MCU_TOKENS) * sizeof(Token) + MAX_ROWS * sizeof(Token *) +
-           4 * ALIGNMENT;
-}
+/* Scratch memory for a file of `num_bytes`. */
+size_t add_restarts_scratch_bytes(size_t num_bytes) { return num_bytes + SCAN_PADDING + ALIGNMENT; }
 
 /* Room for the result of a file of `num_bytes`: all bytes stuffed, and what rows and tables add at most. */
 size_t add_restarts_room_bytes(size_t num_bytes) { return 2 * num_bytes + MAX_ROWS * 40 + 4 * 300; }
@@ -406,32 +415,30 @@ int64_t add_restarts(Context *context, uint8_t *scratch, size_t scratch_bytes, c
                      uint8_t *room, size_t room_bytes) {
     Writer to = {room, room + room_bytes, 0, 0, 0};
     Source source = {0};
+    Codes codes[2] = {0};
     int outcome = read_header(&source, context, data, size, &to);
     if (outcome != OK) return outcome;
+    if (put_tables(&to, &source, context, codes) != OK) return LEFT;
     Scratch memory = {scratch, scratch + scratch_bytes};
-    uint8_t *bytes = take(&memory, (size_t)(source.end - source.scan) + MCU_PADDING);
-    Token **row_ends = take(&memory, (size_t)source.num_rows * sizeof(Token *));
-    size_t num_tokens = 8 * size + 2 * MCU_TOKENS;
-    Symbols symbols = {.at = take(&memory, num_tokens * sizeof(Token))};
-    if (!bytes || !row_ends || !symbols.at) return LEFT;
-    const Token *first = symbols.at;
-    symbols.end = symbols.at + num_tokens;
-    outcome = read_scan(&source, context, bytes, &symbols, row_ends);
-    if (outcome != OK) return outcome;
-    uint32_t codes[4 * 256] = {0};
-    int has_table[4] = {0};
-    for (int c = 0; c < source.num_components; c++)
-        for (int kind = 0; kind < 2; kind++) {
-            int identifier = kind ? source.ac[c] : source.dc[c], table = kind << 1 | identifier;
-            if (has_table[table]++) continue;
-            put_table(&to, kind << 4 | identifier, symbols.counts[table], codes + 256 * table);
-        }
+    uint8_t *bytes = take(&memory, (size_t)(source.end - source.scan) + SCAN_PADDING);
+    if (!bytes) return LEFT;
     uint8_t interval[] = {0xFF, 0xDD, 0, 4, (uint8_t)(source.num_columns >> 8), (uint8_t)source.num_columns};
     put_bytes(&to, interval, sizeof interval);
     put_bytes(&to, source.scan_header, (size_t)(source.scan - source.scan_header));
-    for (int row = 0; row < source.num_rows; row++) {
-        put_tokens(&to, row ? row_ends[row - 1] : first, row_ends[row], codes);
-        put_end_of_segment(&to, row == source.num_rows - 1 ? 0xD9 : 0xD0 | (row & 7));
+    Block blocks[MAX_BLOCKS];
+    for (int b = 0; b < source.num_blocks; b++) {
+        int c = source.component[b];
+        const Huffman *dc = &context->tables[0][source.dc[c]], *ac = &context->tables[1][source.ac[c]];
+        Steps *steps = &context->steps[source.dc[c]][source.ac[c]];
+        int is_first = b == 0 || c != source.component[b - 1];
+        blocks[b] = (Block){.tables = {dc, ac},
+                            .steps = {steps->steps[0], steps->steps[1]},
+                            .next = &blocks[(b + 1) % source.num_blocks],
+                            .component = c,
+                            .is_first = is_first};
+        if (is_first) make_steps(steps, blocks[b].tables);
     }
+    outcome = put_scan(&to, &source, blocks, codes, bytes);
+    if (outcome != OK) return outcome;
     return to.is_full ? LEFT : to.at - room;
 }

@@ -106,15 +106,35 @@ def test_every_library_decodes_the_same_pixels_and_rows_can_be_cut(kind, picture
         assert splice_rows(rewritten, info, info.height - 9, info.height) is not None
 
 
+needs_jpegtran = pytest.mark.skipif(
+    shutil.which("jpegtran") is None, reason="jpegtran is not installed"
+)
+
+
+def jpegtran(encoded: bytes, *options: str) -> bytes:
+    """The file as libjpeg-turbo rewrites it losslessly."""
+    command = ["jpegtran", "-restart", "1", "-copy", "all", *options]
+    return subprocess.run(command, input=encoded, capture_output=True, check=True).stdout
+
+
 @pytest.mark.process
-@pytest.mark.skipif(shutil.which("jpegtran") is None, reason="jpegtran is not installed")
+@needs_jpegtran
 @pytest.mark.parametrize("picture", PICTURES)
 @pytest.mark.parametrize("kind", FILES)
-def test_bytes_are_those_of_jpegtran(kind, picture) -> None:
-    """libjpeg-turbo's own lossless rewriting: the same coefficients, tables and header."""
+def test_coefficients_are_those_of_jpegtran(kind, picture) -> None:
+    """Files of the same coefficients and headers are the same with tables made for them."""
     encoded = encode(PICTURES[picture], exif=EXIF, comment=b"by hand", **FILES[kind])
-    command = ["jpegtran", "-restart", "1", "-optimize", "-copy", "all"]
-    expected = subprocess.run(command, input=encoded, capture_output=True, check=True).stdout
+    rewritten = rewrite(encoded)
+    assert rewritten is not None
+    assert jpegtran(rewritten, "-optimize") == jpegtran(encoded, "-optimize")
+
+
+@pytest.mark.process
+@needs_jpegtran
+@pytest.mark.parametrize("picture", PICTURES)
+@pytest.mark.parametrize("kind", [kind for kind in FILES if "optimize" not in FILES[kind]])
+def test_bytes_are_those_of_jpegtran_where_tables_are_the_standard_ones(kind, picture) -> None:
+    encoded = encode(PICTURES[picture], exif=EXIF, comment=b"by hand", **FILES[kind])
     rewritten = rewrite(encoded)
     assert rewritten is not None
     if (
@@ -122,7 +142,41 @@ def test_bytes_are_those_of_jpegtran(kind, picture) -> None:
     ):  # jpegtran writes 1x1 for the sampling factors of a lone component
         factors = probe(rewritten).frame_at + 11
         rewritten = rewritten[:factors] + b"\x11" + rewritten[factors + 1 :]
-    assert rewritten == expected
+    assert rewritten == jpegtran(encoded)
+
+
+def dc_tables(encoded: bytes) -> list[tuple[list[int], bytes]]:
+    """The DC tables of a file: codes by their length, and sizes of differences."""
+    tables = []
+    for part in encoded[: probe(encoded).scan_at].split(b"\xff\xc4")[1:]:
+        if part[2] >> 4 == 0:
+            counts = list(part[3:19])
+            tables.append((counts, part[19 : 19 + sum(counts)]))
+    return tables
+
+
+@pytest.mark.parametrize("picture", ["photograph", "flat", "one pixel"])
+def test_dc_tables_get_codes_for_all_sizes_and_keep_their_own(picture) -> None:
+    encoded = encode(PICTURES[picture], optimize=True)
+    rewritten = rewrite(encoded)
+    assert rewritten is not None
+    tables = dc_tables(encoded)
+    for (counts, sizes), (all_counts, all_sizes) in zip(tables, dc_tables(rewritten), strict=True):
+        assert len(sizes) < 12
+        assert all_sizes[: len(sizes)] == sizes
+        assert sorted(all_sizes) == list(range(12))
+        num_codes = sum(count << (15 - index) for index, count in enumerate(all_counts))
+        assert num_codes < 1 << 16  # that of all ones is none
+        longest = max(index for index in range(16) if counts[index])
+        assert all_counts[:longest] == counts[:longest]
+
+
+def with_dc_table(encoded: bytes, counts: list[int], sizes: bytes) -> bytes:
+    """The file with another first table, and data that are no longer its own."""
+    table = encoded.index(b"\xff\xc4")
+    length = 2 + int.from_bytes(encoded[table + 2 : table + 4], "big")
+    segment = b"\xff\xc4" + (19 + len(sizes)).to_bytes(2, "big") + b"\0" + bytes(counts) + sizes
+    return encoded[:table] + segment + encoded[table + length :]
 
 
 def test_four_inks_stay() -> None:
@@ -157,8 +211,17 @@ def with_ones_as_a_code(encoded: bytes) -> bytes:
         with_ones_as_a_code(encode(natural(64, 48))),
         encode(natural(64, 48))[:-2] + b"\x12\x34\xff\xd9",
         encode(natural(64, 48)).replace(b"\xff\x00", b"\xff\xff\x00"),
+        with_dc_table(encode(natural(64, 48)), [1] * 16, bytes(16)),
+        with_dc_table(encode(natural(64, 48)), [0] * 7 + [255] + [0] * 8, bytes(255)),
     ],
-    ids=["progressive", "a code of all ones", "stray bytes", "fill bytes before no marker"],
+    ids=[
+        "progressive",
+        "a code of all ones",
+        "stray bytes",
+        "fill bytes before no marker",
+        "a DC table without longer codes",
+        "a DC table of too many codes",
+    ],
 )
 def test_what_is_not_plain_baseline_is_left_as_it_is(encoded: bytes) -> None:
     assert images.with_restart_rows(encoded) is encoded
@@ -208,19 +271,14 @@ def test_damaged_files_are_refused(fault: str) -> None:
 
 def test_a_dc_step_that_no_code_has_is_refused() -> None:
     """Of two rows the second begins at twice the largest level, in steps that each have a code."""
-    encoded = bytearray(encode(np.full((16, 16), 128, np.uint8), quality=50))
-    table = encoded.index(b"\xff\xc4")
-    segment = 2 + int.from_bytes(encoded[table + 2 : table + 4], "big")
-    counts = bytes([0, 0, 2] + [0] * 13)
-    encoded[table : table + segment] = (
-        b"\xff\xc4" + (21).to_bytes(2, "big") + b"\0" + counts + b"\0\x0b"
-    )
-    scan = probe(bytes(encoded)).scan_at
+    gray = encode(np.full((16, 16), 128, np.uint8), quality=50)
+    encoded = with_dc_table(gray, [0, 0, 2] + [0] * 13, b"\0\x0b")
+    scan = probe(encoded).scan_at
     steps = ("001" + "1" * 11 + "1010") * 4
     steps += "1" * (-len(steps) % 8)
     data = int(steps, 2).to_bytes(len(steps) // 8, "big").replace(b"\xff", b"\xff\0")
     with pytest.raises(ImageError, match="coefficients that no 8-bit image has"):
-        images.with_restart_rows(bytes(encoded[:scan]) + data + b"\xff\xd9")
+        images.with_restart_rows(encoded[:scan] + data + b"\xff\xd9")
 
 
 def test_without_the_compiled_code_the_run_does_not_begin(
@@ -258,7 +316,7 @@ def test_datasets_hold_the_same_pixels_and_the_same_bytes_each_time(
     with pytest.raises(DatasetExistsError, match="jpeg"):
         shard_nuscenes(source.root, datasets[0], jpeg="restart")
     recipe = open_dataset(datasets[1]).manifest.provenance["recipe"]
-    assert recipe["jpegtran"] == "fuelrail 1"
+    assert recipe["jpegtran"] == "fuelrail 2"
 
 
 @pytest.mark.costly
@@ -273,8 +331,8 @@ def test_loaders_give_the_same_batches(datasets) -> None:
 def test_a_dataset_of_another_writer_is_not_continued(
     source, datasets, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(images, "RESTART_WRITER", "fuelrail 2")
-    says = "writer of restart markers.*fuelrail 1.*fuelrail 2"
+    monkeypatch.setattr(images, "RESTART_WRITER", "fuelrail 3")
+    says = "writer of restart markers.*fuelrail 2.*fuelrail 3"
     with pytest.raises(DatasetExistsError, match=says):
         shard_nuscenes(source.root, datasets[1], jpeg="restart")
 
