@@ -307,7 +307,7 @@ def sharding_page() -> Iterator[str]:
     rates = restart["mb_per_s"]["own source"]
     yield f"{rates[COMMAND] / rates[RESTART_COMMAND]:.1f} times as long"
     cost = restart["restart"]["own source"]
-    yield f"get {1 - cost['bytes_after'] / cost['bytes_before']:.1%} smaller".replace("%", " %")
+    yield f"get {cost['bytes_after'] / cost['bytes_before'] - 1:.1%} larger".replace("%", " %")
 
 
 def recipes() -> Iterator[str]:
