@@ -239,104 +239,6 @@ static int put_tables(Writer *to, const Source *source, const Context *context, 
 
 /* --- Scan --- */
 
-typedef struct Block { /* of an MCU */
-    const Huffman *tables[2];
-    const Step *steps[2];
-    const struct Block *next; /* of the last one: the first */
-    int component, is_first;  /* of its component */
-} Block;
-
-INLINE ptrdiff_t bits_read(const Reader *reader, const uint8_t *bytes) {
-    return (reader->at - bytes) * 8 - (ptrdiff_t)(reader->num_bits & 63);
-}
-
-INLINE Step make_step(int kind, int symbol, int length, int value) {
-    int size = symbol & 15, is_end = kind == 1 && symbol == 0, advance = kind == 0 || is_end ? 0 : (symbol >> 4) + 1;
-    uint32_t difference = kind == 0 ? (uint32_t)extended(value, size) : 0;
-    return difference << 16 | (uint32_t)advance << 8 | (is_end ? BLOCK_END : 0) | (uint32_t)(length + size);
-}
-
-/* The next symbol, of a table of DC levels (kind 0) or of the others; 0 where it has no such code. */
-static Step next_step(const Reader *reader, const Huffman *table, int kind) {
-    int length = 1, symbol = find_symbol(table, reader->bits, &length), size = symbol & 15;
-    if (symbol < 0) return 0;
-    return make_step(kind, symbol, length, size ? (int)(reader->bits << length >> (64 - size)) : 0);
-}
-
-static void make_steps(Steps *steps, const Huffman *const *tables) {
-    int is_made = steps->is_made;
-    for (int kind = 0; kind < 2; kind++)
-        is_made = is_made && !memcmp(steps->counts[kind], tables[kind]->counts, 16) &&
-                  !memcmp(steps->symbols[kind], tables[kind]->symbols, 256);
-    if (is_made) return;
-    memset(steps, 0, sizeof *steps);
-    for (int kind = 0; kind < 2; kind++) {
-        const Huffman *table = tables[kind];
-        memcpy(steps->counts[kind], table->counts, 16);
-        memcpy(steps->symbols[kind], table->symbols, 256);
-        for (int length = 1, k = 0; length <= PEEK; length++)
-            for (int i = 0; i < table->counts[length - 1]; i++, k++) {
-                int symbol = table->symbols[k], size = symbol & 15, spare = PEEK - length;
-                int code = k - table->offset[length];
-                if (size <= spare)
-                    for (int rest = 0; rest < 1 << spare; rest++)
-                        steps->steps[kind][code << spare | rest] =
-                            make_step(kind, symbol, length, rest >> (spare - size));
-            }
-    }
-    Step alone[1 << PEEK];
-    memcpy(alone, steps->steps[1], sizeof alone);
-    for (int kind = 0; kind < 2; kind++)
-        for (int i = 0; i < 1 << PEEK; i++) {
-            Step step = steps->steps[kind][i];
-            while (step && !(step & BLOCK_END)) {
-                Step next = alone[(unsigned)i << (step & 63) & ((1 << PEEK) - 1)];
-                if (!next || (step & 63) + (next & 63) > PEEK) break;
-                step += next;
-            }
-            steps->steps[kind][i] = step;
-        }
-    steps->is_made = 1;
-}
-
-/* Passes over blocks and adds to the DC levels of their components. There is no branch for where a block ends: it would
- * be mispredicted at each. Stops beyond `limit`. */
-static int pass_blocks(Reader *from, const Block *block, int64_t num_blocks, int *level, const uint8_t *limit) {
-    Reader reader = *from;
-    const Step *steps = block->steps[0];
-    unsigned k = 0, kind = 0;
-    while (num_blocks) {
-        if (UNLIKELY(reader.at > limit)) return CUT_SHORT;
-        refill(&reader);
-        for (int look = 0; look < LOOKS && num_blocks; look++) {
-            Step step = steps[reader.bits >> (64 - PEEK)];
-            unsigned next_k = k + (step >> 8 & 255);
-            if (UNLIKELY(!step | (next_k > 62))) {
-                refill(&reader);
-                step = next_step(&reader, block->tables[kind], (int)kind);
-                next_k = k + (step >> 8 & 255);
-                if (!step || next_k > 63) return reader.at > limit ? CUT_SHORT : NO_SUCH_CODE;
-                if (next_k == 63) step |= BLOCK_END; /* without a symbol that says so */
-                look = LOOKS;
-            }
-            reader.bits <<= step & 63;
-            reader.num_bits -= step;
-            level[block->component] += (int32_t)step >> 16;
-            unsigned is_end = step & BLOCK_END;
-            const Step *rest = block->steps[1];
-            const Block *next = block->next;
-            const Step *start = next->steps[0];
-            k = is_end ? 0 : next_k;
-            kind = !is_end;
-            steps = is_end ? start : rest;
-            block = is_end ? next : block;
-            num_blocks -= is_end != 0;
-        }
-    }
-    *from = reader;
-    return OK;
-}
-
 /* The bits of the next DC symbol, its value's among them. */
 static int dc_length(Reader reader, const Huffman *dc) {
     refill(&reader);
@@ -373,14 +275,15 @@ static int put_scan(Writer *to, const Source *source, const Block *blocks, const
         for (const Block *block = blocks; block < blocks + source->num_blocks; block++) {
             int c = block->component, length = block->is_first ? dc_length(reader, block->tables[0]) : 0;
             ptrdiff_t start = bits_read(&reader, bytes);
-            if ((outcome = pass_blocks(&reader, block, 1, level, end + 8)) != OK) return outcome;
+            outcome = pass_blocks(&reader, block, 1, level, end + 8);
+            if (outcome != DONE) return outcome == BEYOND_LIMIT ? CUT_SHORT : NO_SUCH_CODE;
             if (!block->is_first) continue;
             put_bits(to, bytes, copied, start);
             copied = start + length;
             if (put_difference(to, &codes[source->dc[c]], level[c] - level_before[c]) != OK) return TOO_LARGE;
         }
         outcome = pass_blocks(&reader, blocks, (num_passed - 1) * source->num_blocks, level, end + 8);
-        if (outcome != OK) return outcome;
+        if (outcome != DONE) return outcome == BEYOND_LIMIT ? CUT_SHORT : NO_SUCH_CODE;
         ptrdiff_t num_bits = bits_read(&reader, bytes), spare = end - bytes - (num_bits + 7) / 8;
         put_bits(to, bytes, copied, num_bits);
         column += num_passed;

@@ -105,14 +105,14 @@ static int read_header(File *file, Context *context, const uint8_t *data, size_t
 /* --- Rows of MCUs --- */
 
 INLINE int read_mcu(const File *file, const Context *context, Reader *reader, int *level, int16_t *blocks,
-                    unsigned *last, int is_kept) {
+                    unsigned *last) {
     for (int b = 0; b < 6; b++) {
         int c = b < 4 ? 0 : b - 3;
         const Huffman *dc = &context->tables[0][file->dc[c]], *ac = &context->tables[1][file->ac[c]];
         int16_t *block = blocks + b * BLOCK;
-        last[b] = read_block(reader, dc, ac, file->quant[c], &level[c], block, is_kept, 0);
+        last[b] = read_block(reader, dc, ac, file->quant[c], &level[c], block, 0);
         if (UNLIKELY(last[b] > 63))
-            last[b] = read_block_one_by_one(reader, dc, ac, file->quant[c], &level[c], block, is_kept);
+            last[b] = read_block_one_by_one(reader, dc, ac, file->quant[c], &level[c], block);
         if (last[b] > 63) return NOT_MINE;
     }
     return DONE;
@@ -148,14 +148,26 @@ typedef struct {
 
 /* Reads the scan to its end and hands strips of the rows of MCUs `wanted` to `use`, with the number of each. With
  * restart markers only the rows `checked`, which include the wanted ones, are decoded. */
-static int read_scan(const File *file, const Context *context, int factor, Rows wanted, Rows checked, Scratch scratch,
+static int read_scan(const File *file, Context *context, int factor, Rows wanted, Rows checked, Scratch scratch,
                      void (*use)(void *user, const Strip *strip, int mcu_row), void *user) {
     Strip strip = {NULL, (file->num_columns * MCU / factor + 63) & ~31, MCU / factor}; /* 32 spare columns and more */
     uint8_t *bytes = take(&scratch, (size_t)(file->end - file->scan) + PADDING);
     strip.planes = take(&scratch, 3 * MAX_STRIP_ROWS * (size_t)strip.stride);
     if (!bytes || !strip.planes) return NOT_MINE;
-    int16_t blocks[6 * BLOCK] = {0};
+    int16_t coefficients[6 * BLOCK] = {0};
     unsigned ends[6];
+    Rows passed = file->has_restarts ? checked : (Rows){0, file->num_rows};
+    int has_others = passed.first < wanted.first || passed.last > wanted.last;
+    Block blocks[6];
+    for (int b = 0; b < 6; b++) {
+        int c = b < 4 ? 0 : b - 3, dc = file->dc[c], ac = file->ac[c];
+        Steps *steps = &context->steps[dc][ac];
+        blocks[b] = (Block){.tables = {&context->tables[0][dc], &context->tables[1][ac]},
+                            .steps = {steps->steps[0], steps->steps[1]},
+                            .next = &blocks[(b + 1) % 6],
+                            .component = c};
+        if (has_others) make_steps(steps, blocks[b].tables);
+    }
     int level[3] = {0};
     const uint8_t *at = file->scan, *segment_end = NULL;
     Reader reader = {0};
@@ -174,19 +186,15 @@ static int read_scan(const File *file, const Context *context, int factor, Rows 
             reader = (Reader){0, 0, bytes};
             level[0] = level[1] = level[2] = 0;
         }
-        for (int column = 0; column < file->num_columns; column++) {
+        if (!is_wanted && pass_blocks(&reader, blocks, 6 * file->num_columns, level, segment_end + 8)) return NOT_MINE;
+        for (int column = 0; is_wanted && column < file->num_columns; column++) {
             if (reader.at > segment_end + 8) return NOT_MINE; /* so that an MCU never reads beyond the padding */
-            if (!is_wanted) {
-                if (read_mcu(file, context, &reader, level, blocks, ends, 0)) return NOT_MINE;
-                continue;
-            }
-            if (read_mcu(file, context, &reader, level, blocks, ends, 1)) return NOT_MINE;
-            transform_mcu(blocks, ends, strip.planes + column * strip.num_rows, &strip, &range);
-            memset(blocks, 0, sizeof blocks);
+            if (read_mcu(file, context, &reader, level, coefficients, ends)) return NOT_MINE;
+            transform_mcu(coefficients, ends, strip.planes + column * strip.num_rows, &strip, &range);
+            memset(coefficients, 0, sizeof coefficients);
         }
         if (row == file->num_rows - 1 || file->has_restarts) { /* all bytes are used, and no more */
-            ptrdiff_t num_bits = (reader.at - bytes) * 8 - (ptrdiff_t)(reader.num_bits & 63);
-            if ((num_bits + 7) / 8 != segment_end - bytes) return NOT_MINE;
+            if ((bits_read(&reader, bytes) + 7) / 8 != segment_end - bytes) return NOT_MINE;
         }
         if (is_left(&range)) return NOT_MINE;
         if (is_wanted) {

@@ -1,4 +1,4 @@
-/* Baseline Huffman decoding, two symbols with one look at a table; ITU-T T.81, annexes B, F and K. */
+/* Baseline Huffman decoding, several symbols with one look at a table; ITU-T T.81, annexes B, F and K. */
 
 #pragma once
 #include <stddef.h>
@@ -14,7 +14,7 @@ enum {
     MCU_MAX_BYTES = 6 * 64 * 4,  /* six blocks of 64 symbols of at most 27 bits */
     PADDING = MCU_MAX_BYTES + 64 /* bytes that must be readable after the entropy-coded ones */
 };
-enum { DONE = 0, NOT_MINE = 1 };
+enum { DONE = 0, NOT_MINE = 1, BEYOND_LIMIT = 2 };
 
 /* What the next LOOK bits begin with, up to two symbols. From the lowest bit: bits used (6), PARTIAL (bit 7), how far
  * the first and the second symbol advance in the block (8 each), a gap (8), their values (16 each). A lone symbol's
@@ -125,7 +125,7 @@ static __attribute__((noinline, unused)) Entry by_code(const Huffman *table, uin
  * be the next block's. */
 enum { BROKEN = 255 };
 INLINE unsigned read_symbols(Reader *reader, const Huffman *ac, const int16_t *quant, int16_t *block, unsigned k,
-                             int is_kept, int one_by_one) {
+                             int one_by_one) {
     Entry entry = one_by_one ? PARTIAL | 1 : ac->look[reader->bits >> (64 - LOOK)];
     if (UNLIKELY(entry & PARTIAL)) {
         entry = by_code(ac, reader->bits, BITS(entry) ? BITS(entry) : LOOK + 1);
@@ -133,16 +133,16 @@ INLINE unsigned read_symbols(Reader *reader, const Huffman *ac, const int16_t *q
     }
     consume(reader, entry);
     k += ADVANCE1(entry);
-    if (is_kept) block[NATURAL_ORDER[k]] = (int16_t)(VALUE1(entry) * quant[k & 63]);
+    block[NATURAL_ORDER[k]] = (int16_t)(VALUE1(entry) * quant[k & 63]);
     k += ADVANCE2(entry);
-    if (is_kept) block[NATURAL_ORDER[k]] = (int16_t)(VALUE2(entry) * quant[k & 63]);
+    block[NATURAL_ORDER[k]] = (int16_t)(VALUE2(entry) * quant[k & 63]);
     return k;
 }
 
-/* Reads a block and, if it is kept, writes its coefficients times their quantisers into the zeroed `block`. Returns the
- * index of the last one, BROKEN where the data are. */
+/* Reads a block and writes its coefficients times their quantisers into the zeroed `block`. Returns the index of the
+ * last one, BROKEN where the data are. */
 INLINE unsigned read_block(Reader *from, const Huffman *dc, const Huffman *ac, const int16_t *quant, int *level,
-                           int16_t *block, int is_kept, int one_by_one) {
+                           int16_t *block, int one_by_one) {
     Reader reader = *from;
     refill(&reader);
     Entry entry = dc->look[reader.bits >> (64 - LOOK)];
@@ -152,13 +152,13 @@ INLINE unsigned read_block(Reader *from, const Huffman *dc, const Huffman *ac, c
     }
     consume(&reader, entry);
     int dc_level = *level + VALUE1(entry);
-    if (is_kept) block[0] = (int16_t)(dc_level * quant[0]);
+    block[0] = (int16_t)(dc_level * quant[0]);
     unsigned k = 0;
     for (;;) {
-        k = read_symbols(&reader, ac, quant, block, k, is_kept, one_by_one);
+        k = read_symbols(&reader, ac, quant, block, k, one_by_one);
         if (k >= 63) break;
         refill(&reader);
-        k = read_symbols(&reader, ac, quant, block, k, is_kept, one_by_one);
+        k = read_symbols(&reader, ac, quant, block, k, one_by_one);
         if (k >= 63) break;
     }
     /* The 63rd coefficient is the end already: an end-of-block after it is the next block's code, misread. */
@@ -171,9 +171,123 @@ INLINE unsigned read_block(Reader *from, const Huffman *dc, const Huffman *ac, c
 
 static __attribute__((noinline, unused)) unsigned read_block_one_by_one(Reader *from, const Huffman *dc,
                                                                         const Huffman *ac, const int16_t *quant,
-                                                                        int *level, int16_t *block, int is_kept) {
-    return read_block(from, dc, ac, quant, level, block, is_kept, 1);
+                                                                        int *level, int16_t *block) {
+    return read_block(from, dc, ac, quant, level, block, 1);
 }
+
+/* --- To pass over blocks --- */
+
+/* What the next PEEK bits begin with: as many symbols as they hold. From the lowest bit: their bits (6), BLOCK_END, how
+ * far they advance in the block (8), how the DC level differs (16). 0 where they do not hold one. */
+typedef uint32_t Step;
+enum { PEEK = 12, BLOCK_END = 128, LOOKS = 56 / PEEK }; /* looks after a refill, which is 56 bits */
+
+typedef struct { /* of a component's tables: for a DC symbol with what follows, and for what follows alone */
+    Step steps[2][1 << PEEK];
+    uint8_t counts[2][16], symbols[2][256]; /* of the tables */
+    int is_made;
+} Steps;
+
+typedef struct Block { /* of an MCU */
+    const Huffman *tables[2];
+    const Step *steps[2];
+    const struct Block *next; /* of the last one: the first */
+    int component, is_first;  /* of its component */
+} Block;
+
+INLINE Step make_step(int kind, int symbol, int length, int value) {
+    int size = symbol & 15, is_end = kind == 1 && symbol == 0, advance = kind == 0 || is_end ? 0 : (symbol >> 4) + 1;
+    uint32_t difference = kind == 0 ? (uint32_t)extended(value, size) : 0;
+    return difference << 16 | (uint32_t)advance << 8 | (is_end ? BLOCK_END : 0) | (uint32_t)(length + size);
+}
+
+/* The next symbol, of a table of DC levels (kind 0) or of the others; 0 where it has no such code. */
+static Step next_step(const Reader *reader, const Huffman *table, int kind) {
+    int length = 1, symbol = find_symbol(table, reader->bits, &length), size = symbol & 15;
+    if (symbol < 0) return 0;
+    return make_step(kind, symbol, length, size ? (int)(reader->bits << length >> (64 - size)) : 0);
+}
+
+static __attribute__((unused)) void make_steps(Steps *steps, const Huffman *const *tables) {
+    int is_made = steps->is_made;
+    for (int kind = 0; kind < 2; kind++)
+        is_made = is_made && !memcmp(steps->counts[kind], tables[kind]->counts, 16) &&
+                  !memcmp(steps->symbols[kind], tables[kind]->symbols, 256);
+    if (is_made) return;
+    memset(steps, 0, sizeof *steps);
+    for (int kind = 0; kind < 2; kind++) {
+        const Huffman *table = tables[kind];
+        memcpy(steps->counts[kind], table->counts, 16);
+        memcpy(steps->symbols[kind], table->symbols, 256);
+        for (int length = 1, k = 0; length <= PEEK; length++)
+            for (int i = 0; i < table->counts[length - 1]; i++, k++) {
+                int symbol = table->symbols[k], size = symbol & 15, spare = PEEK - length;
+                int code = k - table->offset[length];
+                if (size <= spare)
+                    for (int rest = 0; rest < 1 << spare; rest++)
+                        steps->steps[kind][code << spare | rest] =
+                            make_step(kind, symbol, length, rest >> (spare - size));
+            }
+    }
+    Step alone[1 << PEEK];
+    memcpy(alone, steps->steps[1], sizeof alone);
+    for (int kind = 0; kind < 2; kind++)
+        for (int i = 0; i < 1 << PEEK; i++) {
+            Step step = steps->steps[kind][i];
+            while (step && !(step & BLOCK_END)) {
+                Step next = alone[(unsigned)i << (step & 63) & ((1 << PEEK) - 1)];
+                if (!next || (step & 63) + (next & 63) > PEEK) break;
+                step += next;
+            }
+            steps->steps[kind][i] = step;
+        }
+    steps->is_made = 1;
+}
+
+/* Passes over blocks, the first one of its MCU at `block`, and adds to the DC levels of their components. There is no
+ * branch for where a block ends: it would be mispredicted at each. Behind `limit` 32 bytes more can be read. */
+static __attribute__((unused)) int pass_blocks(Reader *from, const Block *block, int64_t num_blocks, int *level,
+                                               const uint8_t *limit) {
+    Reader reader = *from;
+    const Step *steps = block->steps[0];
+    unsigned k = 0, kind = 0;
+    while (num_blocks) {
+        if (UNLIKELY(reader.at > limit)) return BEYOND_LIMIT;
+        refill(&reader);
+        for (int look = 0; look < LOOKS && num_blocks; look++) {
+            Step step = steps[reader.bits >> (64 - PEEK)];
+            unsigned next_k = k + (step >> 8 & 255);
+            if (UNLIKELY(!step | (next_k > 62))) {
+                refill(&reader);
+                step = next_step(&reader, block->tables[kind], (int)kind);
+                next_k = k + (step >> 8 & 255);
+                if (!step || next_k > 63) return reader.at > limit ? BEYOND_LIMIT : NOT_MINE;
+                if (next_k == 63) step |= BLOCK_END; /* without a symbol that says so */
+                look = LOOKS;
+            }
+            reader.bits <<= step & 63;
+            reader.num_bits -= step;
+            level[block->component] += (int32_t)step >> 16;
+            unsigned is_end = step & BLOCK_END;
+            const Step *rest = block->steps[1];
+            const Block *next = block->next;
+            const Step *start = next->steps[0];
+            k = is_end ? 0 : next_k;
+            kind = !is_end;
+            steps = is_end ? start : rest;
+            block = is_end ? next : block;
+            num_blocks -= is_end != 0;
+        }
+    }
+    *from = reader;
+    return DONE;
+}
+
+INLINE ptrdiff_t bits_read(const Reader *reader, const uint8_t *bytes) {
+    return (reader->at - bytes) * 8 - (ptrdiff_t)(reader->num_bits & 63);
+}
+
+/* --- Segments --- */
 
 /* Copies the entropy-coded bytes up to the next marker without the zeros stuffed after 0xFF, where `*to` is not null.
  * Returns what follows the marker, null where there is none. */
