@@ -7,10 +7,13 @@ one at the end, and last a :class:`RankEnd`, or a :class:`RankFailure`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Literal, Self
+from typing import Final, Literal, Self
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from fuelrail.bench.measure.nvml import GpuUse
 from fuelrail.pipeline.runtime.stages import StageClock
@@ -25,6 +28,9 @@ PHASES = (
     "optimiser",
     "other",
 )
+BUSY: Final = ("forward", "backward", "optimiser")
+NAMED: Final = ("evaluation", "checkpoint", "logging")
+"""Parts of a step's other time."""
 
 _ENCODER = msgspec.json.Encoder()
 
@@ -149,6 +155,28 @@ class StepRecord(DeviceTimes, kw_only=True, tag="step"):
         """Time of one of ``PHASES``."""
         value: int = getattr(self, f"{phase}_ns")
         return value
+
+
+_COLUMNS: Final = tuple(
+    name
+    for name in (*StepRecord.__struct_fields__, "wall_ns")
+    if name.endswith("_ns") or name in ("step", "epoch", "num_samples")
+)
+
+
+def step_table(ranks: Iterable[Sequence[StepRecord]]) -> NDArray[np.void]:
+    """Return the numbers of ranks' steps, as many of each rank: (ranks, steps), a column of
+    float64 for each field of a record and of its details, and ``wall_ns``.
+    """
+    rows = [
+        [
+            (*(getattr(step, name) for name in _COLUMNS), *msgspec.structs.astuple(step.details))
+            for step in steps
+        ]
+        for steps in ranks
+    ]
+    names = (*_COLUMNS, *StepDetails.__struct_fields__)
+    return np.array(rows, [(name, np.float64) for name in names])
 
 
 class StageSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag="stages"):

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 import numpy as np
 
 from fuelrail.bench.measure.clock import Summary, summarise_ns
 from fuelrail.bench.measure.display import display
-from fuelrail.bench.measure.machine import CpuUse, combine_host_uses, machine_facts
+from fuelrail.bench.measure.machine import CpuUse, machine_facts
 from fuelrail.bench.measure.nvml import GpuUse
 from fuelrail.bench.measure.occupancy import (
     MIN_MEASURED_STEPS,
@@ -24,7 +24,7 @@ from fuelrail.bench.measure.occupancy import (
     window_of,
 )
 from fuelrail.bench.measure.rates import Interval, bootstrap_means
-from fuelrail.bench.measure.records import RankLog, rank_path, read_rank
+from fuelrail.bench.measure.records import RankLog, rank_path, read_rank, step_table
 from fuelrail.bench.report.files import (
     REPORT_JSON,
     ReportHead,
@@ -40,7 +40,6 @@ from fuelrail.bench.studies.watch.judge import (
     find_causes,
     late_steps,
     part_times,
-    total_details,
 )
 from fuelrail.pipeline.cli import counted
 
@@ -141,52 +140,44 @@ class WatchReport(ReportHead, frozen=True, kw_only=True):
             f"{counted(self.window.num_measured_steps, 'step')} on "
             f"{counted(self.num_ranks, 'rank')}, {self.step_time.mean_ms:.1f} ms each"
         )
+        shown = self.ranks[:_SHOWN_RANKS]
         columns = [part for part in PARTS if any(rank.shares[part] >= 5e-4 for rank in self.ranks)]
-        header = ["rank", "step ms", *(part.replace("_", " ") for part in columns), "last"]
-        rows = [
-            [
-                f"{rank.rank}",
-                f"{rank.step_ms:.1f}",
-                *(f"{rank.shares[part]:.1%}" for part in columns),
-                f"{rank.last_in:.0%}",
-            ]
-            for rank in self.ranks[:_SHOWN_RANKS]
-        ]
-        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-        lines += [
-            "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-            for row in (header, *rows)
-        ]
-        lines += [
-            f"GPU of rank {rank.rank}: kernels ran {rank.gpu.kernels:.0%} of the time, memory "
-            f"{rank.gpu.peak_memory_bytes / 2**30:.1f} GiB, {rank.gpu.mean_sm_clock_mhz:.0f} MHz"
-            for rank in self.ranks[:_SHOWN_RANKS]
-            if rank.gpu is not None
-        ]
+        table = [["rank", "step ms", *(part.replace("_", " ") for part in columns), "last"]]
+        for rank in shown:
+            shares = [f"{rank.shares[part]:.1%}" for part in columns]
+            table.append([f"{rank.rank}", f"{rank.step_ms:.1f}", *shares, f"{rank.last_in:.0%}"])
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines += ["  ".join(map(str.rjust, row, widths)) for row in table]
+        for rank in shown:
+            if rank.gpu is not None:
+                lines.append(
+                    f"GPU of rank {rank.rank}: kernels ran {rank.gpu.kernels:.0%} of the time, "
+                    f"memory {rank.gpu.peak_memory_bytes / 2**30:.1f} GiB, "
+                    f"{rank.gpu.mean_sm_clock_mhz:.0f} MHz"
+                )
         if len(self.ranks) > _SHOWN_RANKS:
             lines.append(f"and {len(self.ranks) - _SHOWN_RANKS} more ranks")
         return "\n".join(lines)
 
     def as_prometheus(self) -> str:
         """Return the report as gauges, such as for the node exporter's textfile collector."""
-        samples = []
+        gauges: dict[str, dict[str, float]] = {name: {} for name in _GAUGES}
         for row in self.ranks:
             rank = f'rank="{row.rank}"'
-            samples.append(("step_seconds", rank, row.step_ms / 1e3))
-            samples.append(("occupancy_ratio", rank, row.occupancy))
+            gauges["step_seconds"][rank] = row.step_ms / 1e3
+            gauges["occupancy_ratio"][rank] = row.occupancy
             for part, share in row.shares.items():
-                samples.append(("part_ratio", f'{rank},part="{part}"', share))
+                gauges["part_ratio"][f'{rank},part="{part}"'] = share
         for finding in self.findings:
             blamed = "" if finding.rank is None else finding.rank
             labels = f'cause="{finding.cause}",phase="{finding.phase}",rank="{blamed}"'
-            samples.append(("finding_ratio", labels, finding.share))
+            gauges["finding_ratio"][labels] = finding.share
         lines = []
-        for gauge, text in _GAUGES.items():
-            lines.append(f"# HELP fuelrail_watch_{gauge} {text}")
-            lines.append(f"# TYPE fuelrail_watch_{gauge} gauge")
-            for name, labels, value in samples:
-                if name == gauge:
-                    lines.append(f"fuelrail_watch_{gauge}{{{labels}}} {value:.6g}")
+        for name, samples in gauges.items():
+            lines.append(f"# HELP fuelrail_watch_{name} {_GAUGES[name]}")
+            lines.append(f"# TYPE fuelrail_watch_{name} gauge")
+            for labels, value in samples.items():
+                lines.append(f"fuelrail_watch_{name}{{{labels}}} {value:.6g}")
         return "\n".join(lines) + "\n"
 
 
@@ -252,8 +243,7 @@ def build_report(
     warm_up = max(warm_up, num_records - _MAX_RECORDS)
     window = window_of([log.steps for log in logs.values()], warm_up)
     machine = machine_facts()
-    judged = {} if window.too_short else _judge(logs, window, machine.num_cpus)
-    return WatchReport(
+    report = WatchReport(
         schema=SCHEMA,
         version=VERSION,
         created=created_now(),
@@ -263,72 +253,63 @@ def build_report(
         num_ranks=len(logs),
         window=window,
         remedies=remedies,
-        **judged,
     )
-
-
-def _judge(logs: Mapping[int, RankLog], window: Window, num_cpus: float) -> dict[str, Any]:
-    """Return the report's fields that are known of a window that is long enough."""
+    if window.too_short:
+        return report
     inside = {rank: measured_steps(log.steps, window) for rank, log in logs.items()}
-    every = list(inside.values())
-    uses = []
-    for steps in every:
-        total = total_details(steps)
-        if total.host_cpu_ns:
-            own_ns = total.process_cpu_ns + total.workers_cpu_ns
-            use = CpuUse(
-                seconds=total.cpu_wall_ns / 1e9,
-                own_cpus=own_ns / total.cpu_wall_ns,
-                other_cpus=max(0, total.host_cpu_ns - own_ns) / total.cpu_wall_ns,
-                usable=num_cpus,
-            )
-            uses.append(use)
-    disturbed = combine_host_uses(uses).disturbed if uses else None
-    occupancy = occupancy_of([log.steps for log in logs.values()], window)
+    steps = step_table(inside.values())
+    parts = part_times(steps)
+    num_steps = steps["num_steps"]
+    # The host's CPUs, of which all ranks count the same use.
+    counted_ns = np.maximum(1, steps["cpu_wall_ns"].sum(axis=1))
+    own_ns = (steps["process_cpu_ns"] + steps["workers_cpu_ns"]).sum(axis=1)
+    own_cpus = float((own_ns / counted_ns).sum())
+    host_cpus = float((steps["host_cpu_ns"].sum(axis=1) / counted_ns).max())
+    cpu = CpuUse(
+        seconds=float(counted_ns.max()) / 1e9,
+        own_cpus=own_cpus,
+        other_cpus=max(0.0, host_cpus - own_cpus),
+        usable=machine.num_cpus,
+    )
     # The mean step and its parts, over ranks, with 95 % intervals over blocks of steps.
-    parts = np.array([[part_times(step) for step in steps] for steps in every], np.float64)
-    num_steps = np.array([step.details.num_steps for step in every[0]])
-    parts_ms = parts.mean(axis=0) / num_steps[:, None] / 1e6
-    columns = {"step [ms]": parts_ms.sum(axis=1)}
-    columns |= {f"{LABELS[part]} [ms]": parts_ms[:, row] for row, part in enumerate(PARTS)}
-    means = {}
-    for name, values in columns.items():
+    times = {}
+    for name, times_ns in {"step": steps["wall_ns"], **parts}.items():
+        values = times_ns.mean(axis=0) / num_steps[0] / 1e6
         low, high = np.quantile(bootstrap_means(values, seed=0), (0.025, 0.975)).tolist()
         if low > _MIN_MS:
-            means[name] = Interval(
+            times[f"{LABELS.get(name, name)} [ms]"] = Interval(
                 median=float(values.mean()),
                 low=low,
                 high=high,
                 confidence=0.95,
                 num_repeats=len(values),
             )
-    last = late_steps(every)
+    occupancy = occupancy_of([log.steps for log in logs.values()], window)
+    last = late_steps(steps)
     ranks = []
-    for row, (rank, steps) in enumerate(inside.items()):
-        header = logs[rank].header
-        wall_ns = sum(step.wall_ns for step in steps)
-        parts_ns = parts[row].sum(axis=0)
-        times = RankTimes(
+    for row, (rank, log) in enumerate(logs.items()):
+        wall_ns = steps["wall_ns"][row].sum()
+        rank_times = RankTimes(
             rank=rank,
-            device="unknown" if header is None else header.device,
-            step_ms=wall_ns / sum(step.details.num_steps for step in steps) / 1e6,
+            device="unknown" if log.header is None else log.header.device,
+            step_ms=float(wall_ns / num_steps[row].sum()) / 1e6,
             occupancy=occupancy.ranks[row].occupancy,
-            shares=dict(zip(PARTS, (parts_ns / wall_ns).tolist(), strict=True)),
+            shares={part: float(ns[row].sum() / wall_ns) for part, ns in parts.items()},
             last_in=last[row],
-            gpu=logs[rank].gpu,
+            gpu=log.gpu,
         )
-        ranks.append(times)
-    steps_ns = [step.wall_ns // step.details.num_steps for steps in every for step in steps]
-    return {
-        "disturbed": disturbed,
-        "step_time": summarise_ns(steps_ns),
-        "occupancy": occupancy,
-        "findings": find_causes(
+        ranks.append(rank_times)
+    return msgspec.structs.replace(
+        report,
+        disturbed=cpu.disturbed,
+        step_time=summarise_ns((steps["wall_ns"] // num_steps).ravel()),
+        occupancy=occupancy,
+        findings=find_causes(
             inside,
             num_workers=max(log.header.num_workers if log.header else 0 for log in logs.values()),
-            num_cpus=num_cpus,
-            is_loaded=disturbed is not None,
+            num_cpus=machine.num_cpus,
+            is_loaded=cpu.disturbed is not None,
         ),
-        "ranks": ranks,
-        "times": means,
-    }
+        ranks=ranks,
+        times=times,
+    )
