@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,7 +33,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 import fuelrail as fr
 from fuelrail.bench.measure.machine import CpuWatch, machine_facts
 from fuelrail.bench.measure.records import rank_path, read_rank
-from fuelrail.bench.studies.watch.remedies import SECONDS, OneThread
+from fuelrail.bench.studies.watch.remedies import SECONDS, start_one_thread
 from fuelrail.bench.studies.watch.report import RECORDS, remedies_path
 from fuelrail.pipeline.transforms.image import ImageAugment
 
@@ -138,7 +139,7 @@ def make_loader(case: str, folder: Path, *, is_applied: bool) -> Any:
     if is_applied and value:
         options[name] = value == "True" or int(value)
     if is_applied and remedy == "one thread":
-        options["worker_init_fn"] = OneThread(None)
+        options["worker_init_fn"] = partial(start_one_thread, None)
     if case == "workers that start each epoch":
         options["worker_init_fn"] = start_slowly
     if case == "slow reads of a stream":

@@ -13,7 +13,6 @@ At the end the first rank prints what holds the accelerators up, on which rank, 
 from __future__ import annotations
 
 import atexit
-import functools
 import os
 import shutil
 import sys
@@ -55,15 +54,14 @@ class Session:
             )
         self.is_temporary = out is None
         self.folder = Path(tempfile.mkdtemp(prefix="fuelrail-watch-") if out is None else out)
+        self.trials: Trials | None = None
         self._is_printed = is_printed
         self._process = os.getpid()
-        self.recorder = Recorder(self.folder / RECORDS, rank=int(rank), world=int(world))
-        self._hooks = Hooks(self.recorder, on_ask=self.before_batch, **hooks)
-        has_loaders = bool(hooks.get("has_loaders"))
-        self._waiting = watch_packages(self._hooks, has_loaders=has_loaders)
-        self._waiting.append(AfterImport("wandb.sdk.wandb_run", self._watch_wandb))
         self._logged_run: Any = None
-        self._trials: Trials | None = None
+        self.recorder = Recorder(self.folder / RECORDS, rank=int(rank), world=int(world))
+        self.hooks = Hooks(self.recorder, on_ask=self._try_remedies, **hooks)
+        self._waiting = watch_packages(self.hooks, has_loaders=bool(hooks.get("has_loaders")))
+        self._waiting.append(AfterImport("wandb.sdk.wandb_run", self._watch_wandb))
         atexit.register(self.close)
         Session.current = self
 
@@ -75,11 +73,11 @@ class Session:
         Session.current = None
         for package in self._waiting:
             package.remove()
-        self._hooks.remove()
-        if self._trials is not None and self.recorder.num_steps and self.recorder.rank == 0:
+        self.hooks.remove()
+        if self.trials is not None and self.recorder.num_steps and self.recorder.rank == 0:
             sys.stderr.write("fuelrail: no remedies were tried: the training made too few steps\n")
         self.recorder.close()
-        self._log_to_wandb()
+        self._log_to_wandb(getattr(sys.modules.get("wandb"), "run", None))
         try:
             if self._is_printed and (self.is_temporary or self.recorder.rank == 0):
                 report = self.report(is_last=True)
@@ -90,15 +88,6 @@ class Session:
         if self.is_temporary:
             shutil.rmtree(self.folder, ignore_errors=True)
 
-    def try_remedies(self, seconds: float) -> None:
-        """Try remedies as soon as there are steps enough to know the trainer's pace."""
-        self._trials = Trials(self.recorder, seconds)
-
-    def before_batch(self, loader: Any) -> None:
-        """Note that the loop is about to ask a loader for a batch."""
-        if self._trials is not None and self._trials.advance(loader, self._hooks.modules):
-            self._trials = None
-
     def report(self, *, is_last: bool = False) -> WatchReport | None:
         """Judge what all ranks have written so far; None before the first step."""
         return conclude(
@@ -108,18 +97,21 @@ class Session:
             is_last=is_last,
         )
 
+    def _try_remedies(self, loader: Any) -> None:
+        if self.trials is not None and self.trials.advance(loader):
+            self.trials = None
+
     def _watch_wandb(self, module: Any) -> None:
-        """Log to a run of W&B before it ends: when it is finished, or else when the process ends.
+        """Log to a run of W&B before it ends: when it is finished, or else when the process ends."""
 
-        W&B ends a run at exit, but after what was registered since the run began.
-        """
-        self._hooks.call_before(module.Run, "finish", self._log_to_wandb)
-        register = functools.cache(lambda: atexit.register(self._log_to_wandb))
-        self._hooks.call_before(module.Run, "log", register)
+        def end_run(original: Any, run: Any, *args: Any, **kwargs: Any) -> Any:
+            self._log_to_wandb(run)
+            return original(run, *args, **kwargs)
 
-    def _log_to_wandb(self) -> None:
-        """Log this rank's steps to the run of W&B that is active, where there is one."""
-        run = getattr(sys.modules.get("wandb"), "run", None)
+        self.hooks.replace(module.Run, "_atexit_cleanup", end_run)
+
+    def _log_to_wandb(self, run: Any) -> None:
+        """Log this rank's steps to a run of W&B, once."""
         if run is None or run is self._logged_run or os.getpid() != self._process:
             return
         self._logged_run = run
@@ -162,31 +154,22 @@ class Watch:
         self.loader = loader
         session = Session.current
         if session is None:
-            models = [] if model is None else [model]
-            if isinstance(model, list | tuple):
-                models = list(model)
+            models = model if isinstance(model, list | tuple) else filter(None, [model])
             session = Session(out, is_printed=True, models=models, optimizer=optimizer)
         elif out is not None and Path(out).absolute() != session.folder.absolute():
             raise ConfigError(
                 f"out='{out}': this process records to '{session.folder}' already; leave out= away"
             )
         self._session = session
-        self._recorder = session.recorder
-        self._recorder.note_workers(loader)
 
     def __iter__(self) -> Iterator[Any]:
-        def on_ask() -> None:
-            self._session.before_batch(self.loader)
-
-        return Batches(lambda: iter(self.loader), self._recorder, on_ask)
+        return Batches(self.loader, self._session.hooks)
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
-        if name == "loader":  # while this object is being unpickled
-            raise AttributeError(name)
-        return getattr(self.loader, name)
+        return getattr(self.__dict__.get("loader"), name)
 
     def report(self) -> WatchReport | None:
         """Judge the steps so far, of all ranks that write to the folder; None before the first."""
@@ -201,7 +184,7 @@ class Watch:
         BLAS in each, our decoder, our shards, pinned memory and ``channels_last``. Nothing of the
         training is changed by it. Loaders are tried that are torch's, or built on it.
         """
-        self._session.try_remedies(seconds)
+        self._session.trials = Trials(self._session.hooks, seconds)
 
     def finish(self) -> None:
         """End the recording, as the end of the process does, and print the verdict."""
@@ -216,4 +199,4 @@ def start_by_environment() -> None:
     if Session.current is None:
         session = Session(os.environ[FOLDER_VARIABLE], is_printed=False, has_loaders=True)
         if os.environ.get(TRY_VARIABLE):
-            session.try_remedies(SECONDS)
+            session.trials = Trials(session.hooks, SECONDS)
