@@ -12,6 +12,7 @@ import contextlib
 import functools
 import gc
 import logging
+import re
 import time
 import warnings
 import weakref
@@ -37,25 +38,11 @@ _SEARCHED_STEPS: Final = 3
 _MAX_MODULES: Final = 32
 _MAX_SEARCHES: Final = 8
 
-_COLLECTIVES: Final = (
-    "_broadcast_coalesced",  # of DDP's buffers, before the module in it is called
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_gather_object",
-    "all_reduce",
-    "all_to_all",
-    "all_to_all_single",
-    "barrier",
-    "broadcast",
-    "broadcast_object_list",
-    "gather",
-    "recv",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_tensor",
-    "scatter",
+_COLLECTIVES: Final = re.compile(
+    r"all_|barrier|broadcast|gather|monitored_barrier|recv|reduce(?!_op)|scatter|"
+    r"_broadcast_coalesced"  # of DDP's buffers
 )
-
+"""How the functions of torch.distributed begin that wait for other ranks."""
 
 _READS: Final = ("item", "tolist", "cpu", "__bool__", "__float__", "__int__")
 """Methods of a tensor for whose values the host waits for the device."""
@@ -108,7 +95,6 @@ class Hooks:
         recorder: what they call.
         models: modules whose calls are forward passes; empty: they are looked for.
         optimizer: the one whose steps count; None: all.
-        has_loaders: whether torch's loaders say when the loop asks for a batch.
         on_ask: called with a loader before it is asked for a batch.
     """
 
@@ -118,7 +104,6 @@ class Hooks:
         *,
         models: Iterable[nn.Module] = (),
         optimizer: Any = None,
-        has_loaders: bool = False,
         on_ask: Callable[[Any], None] = lambda _: None,
     ) -> None:
         self.recorder = recorder
@@ -149,12 +134,12 @@ class Hooks:
         self.listen(logging.Logger, "handle", "logging")
         self.replace(nn.Module, "train", self._set_mode)
         if dist.is_available():
-            for name in _COLLECTIVES:
-                self.listen(dist, name, "all_reduce")
+            for name, function in list(vars(dist).items()):
+                if _COLLECTIVES.match(name) and callable(function):
+                    self.listen(dist, name, "all_reduce")
             self.listen(dist.Work, "wait", "all_reduce")
-        if has_loaders:
-            self.listen(DataLoader, "__iter__", "iterator")
-            self.listen(torch_loaders._BaseDataLoaderIter, "__next__", "batch")  # noqa: SLF001
+        self.listen(DataLoader, "__iter__", "iterator")
+        self.listen(torch_loaders._BaseDataLoaderIter, "__next__", "batch")  # noqa: SLF001
         gc.callbacks.append(recorder.collected)
         self._removals.callback(gc.callbacks.remove, recorder.collected)
 
@@ -191,7 +176,9 @@ class Hooks:
 
     def start(self, loader: Any, iterate: Callable[[Any], Iterator[Any]]) -> Iterator[Any]:
         """Return an iterator over a loader, whose workers start."""
-        self.recorder.note_workers(loader)
+        num_workers = getattr(loader, "num_workers", 0)
+        if isinstance(num_workers, int):
+            self.recorder.num_workers = max(self.recorder.num_workers, num_workers)
         with self.recorder.phase("data_wait"):
             return iterate(loader)
 

@@ -156,12 +156,6 @@ class Recorder:
         except RuntimeWarning:  # where warnings are errors
             sys.stderr.write(f"fuelrail: {text}\n")
 
-    def note_workers(self, loader: Any) -> None:
-        """Note how many workers a loader has, where it says so."""
-        num_workers = getattr(loader, "num_workers", 0)
-        if isinstance(num_workers, int):
-            self.num_workers = max(self.num_workers, num_workers)
-
     def use_device(self, device: Any) -> None:
         """Time phases by events of a CUDA device (``torch.device``) from the next step on."""
         self.device = device

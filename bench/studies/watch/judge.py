@@ -47,22 +47,17 @@ its threads stand in the queue.
 """
 _NOTABLE_CONTENDED: Final = 0.05
 """What else is not certain there."""
-_LARGE_UPDATE: Final = 1 / 3
 _COMPUTES: Final = 0.6
-_COMPUTES_ALWAYS: Final = 0.9
 _WAITS: Final = 0.3
-_USED_UP: Final = 0.85
 _QUEUED: Final = 0.1
 _FIRST = ("memory leak", "interpreter lock")
 """Causes that end the run, or show as others."""
 _LOST = ("data_wait", "host_to_device", *NAMED, "other")
 _EVENTS = ("evaluation", "checkpoint")
-_MIN_EVENTS = 3
 _HIDDEN = ("data_wait", "other")
 """What a device does not wait for while its queue has work."""
 _RARE = 0.2
 _NEARLY_ALL = 0.8
-_COLD = 4
 _MIN_STEPS = 10
 _MIN_SAMPLES = 5
 _LEAK_BYTES = 64 << 20
@@ -175,7 +170,7 @@ def find_causes(
             text = f"The ranks hold each other up in turns, mostly by the {LABELS[part]}: {share}."
             rank = None
             if is_one:
-                reason = _Reason(_CAUSES.get(part, "slow rank"))
+                reason = _Reason("slow rank" if is_computing else _CAUSES.get(part, part))
                 if part == "data_wait":
                     reason = _explain_loader(steps[row : row + 1], num_workers, num_cpus)
                 rank = list(ranks)[row]
@@ -188,10 +183,10 @@ def find_causes(
     for part, times in lost.items():
         share = _Share.of_steps(times, wall)
         # What comes now and then is in few steps, and yet no chance.
-        is_event = part in _EVENTS and np.count_nonzero(times) >= _MIN_EVENTS
+        is_event = part in _EVENTS and np.count_nonzero(times) >= 3
         threshold = ordinary if part == "all_reduce" else notable
         if (share.share if is_event else share.low) > threshold:
-            reason = loader if part == "data_wait" else _Reason(_CAUSES[part])
+            reason = loader if part == "data_wait" else _Reason(_CAUSES.get(part, part))
             text = f"{_SUBJECTS[part]} up: {share}. {reason.text}".strip()
             findings.append(_finding(reason, part, share, text))
     share = _Share.of_steps(collector, wall)
@@ -201,7 +196,7 @@ def find_causes(
     findings.sort(key=lambda finding: (finding.cause not in _FIRST, -finding.share))
     # Work of the accelerator, though rarely what it is for: after what keeps it from working.
     share = _Share.of_steps(parts["optimiser"].mean(axis=0), wall)
-    if share.low > _LARGE_UPDATE:
+    if share.low > 1 / 3:
         text = f"The optimiser takes {share}."
         findings.append(_finding(_Reason("optimiser"), "optimiser", share, text))
     return findings
@@ -258,7 +253,7 @@ def _explain_loader(steps: NDArray[np.void], num_workers: int | None, num_cpus: 
     if epochs[0] == 0 and _MIN_STEPS <= is_first.sum() <= len(epochs) - _MIN_STEPS:
         cold_ms = waits[:, is_first].mean() / 1e6
         warm_ms = waits[:, ~is_first].mean() / 1e6
-        if cold_ms > _COLD * warm_ms:
+        if cold_ms > 4 * warm_ms:
             text = f"It takes {cold_ms:.1f} ms a step in the first epoch, {warm_ms:.1f} ms later."
             return _Reason("cold cache", text)
     longest = np.sort(waits.ravel())[::-1]
@@ -281,12 +276,12 @@ def _explain_loader(steps: NDArray[np.void], num_workers: int | None, num_cpus: 
     if computing < _WAITS:
         return _Reason("storage", "It waits most of that time, and does not compute.")
     num_idle = int(num_cpus - num_used) if num_used else 0
-    if num_workers and computing > _COMPUTES_ALWAYS and num_idle >= len(steps):
+    if num_workers and computing > 0.9 and num_idle >= len(steps):
         busy = f"All {num_workers} workers are busy" if num_workers > 1 else "Its worker is busy"
         cores = f"{num_idle} cores are" if num_idle > 1 else "a core is"
         return _Reason("too few workers", f"{busy}, and {cores} idle.")
     advice = ""
-    if num_used > _USED_UP * num_cpus:
+    if num_used > 0.85 * num_cpus:
         advice = "All CPUs of the host are busy: make the transforms cheaper, or store their "
         advice += "results; more workers gain nothing."
     elif num_workers == 0:
@@ -410,15 +405,8 @@ _SUBJECTS: Final = {
     "other": "Work outside of forward, backward and optimiser holds all ranks",
     "all_reduce": "Collectives themselves, without late ranks, hold all ranks",
 }
-_CAUSES: Final = {
-    "host_to_device": "copy",
-    "evaluation": "evaluation",
-    "checkpoint": "checkpoint",
-    "logging": "logging",
-    "other": "host",
-    "all_reduce": "collective",
-}
-"""Causes by the part of the step that they lengthen."""
+_CAUSES: Final = {"host_to_device": "copy", "other": "host", "all_reduce": "collective"}
+"""Causes by the part of the step that they lengthen; the others are called as it is."""
 ADVICE: Final = {
     "storage": "Look at what it waits for: storage, the network, a lock. More workers wait side by "
     "side; a copy on a local disk ends it.",

@@ -70,12 +70,12 @@ class RankTimes(msgspec.Struct, frozen=True, kw_only=True):
     says of its GPU.
     """
 
-    rank: Annotated[int, display("rank")]
-    device: Annotated[str, display("device")]
-    step_ms: Annotated[float, display("step", unit="ms")]
-    occupancy: Annotated[float, display("occupancy", digits=".1%")]
+    rank: int
+    device: str
+    step_ms: float
+    occupancy: float
     shares: dict[str, float]
-    last_in: Annotated[float, display("last", digits=".0%")]
+    last_in: float
     gpu: GpuUse | None = None
 
 
@@ -140,24 +140,28 @@ class WatchReport(ReportHead, frozen=True, kw_only=True):
             f"{counted(self.window.num_measured_steps, 'step')} on "
             f"{counted(self.num_ranks, 'rank')}, {self.step_time.mean_ms:.1f} ms each"
         )
-        shown = self.ranks[:_SHOWN_RANKS]
-        columns = [part for part in PARTS if any(rank.shares[part] >= 5e-4 for rank in self.ranks)]
-        table = [["rank", "step ms", *(part.replace("_", " ") for part in columns), "last"]]
-        for rank in shown:
-            shares = [f"{rank.shares[part]:.1%}" for part in columns]
-            table.append([f"{rank.rank}", f"{rank.step_ms:.1f}", *shares, f"{rank.last_in:.0%}"])
+        table = self.rank_table()[: 1 + _SHOWN_RANKS]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines += ["  ".join(map(str.rjust, row, widths)) for row in table]
-        for rank in shown:
-            if rank.gpu is not None:
-                lines.append(
-                    f"GPU of rank {rank.rank}: kernels ran {rank.gpu.kernels:.0%} of the time, "
-                    f"memory {rank.gpu.peak_memory_bytes / 2**30:.1f} GiB, "
-                    f"{rank.gpu.mean_sm_clock_mhz:.0f} MHz"
-                )
         if len(self.ranks) > _SHOWN_RANKS:
             lines.append(f"and {len(self.ranks) - _SHOWN_RANKS} more ranks")
         return "\n".join(lines)
+
+    def rank_table(self) -> list[list[str]]:
+        """Return a row for each rank, below a header; parts that no rank has are left out."""
+        columns = [part for part in PARTS if any(rank.shares[part] >= 5e-4 for rank in self.ranks)]
+        rows = []
+        for rank in self.ranks:
+            cells = {"rank": f"{rank.rank}", "step ms": f"{rank.step_ms:.1f}"}
+            cells |= {part.replace("_", " "): f"{rank.shares[part]:.1%}" for part in columns}
+            cells["last"] = f"{rank.last_in:.0%}"
+            if rank.gpu is not None:
+                cells["kernels ran"] = f"{rank.gpu.kernels:.0%}"
+                cells["GPU GiB"] = f"{rank.gpu.peak_memory_bytes / 2**30:.1f}"
+                cells["GPU MHz"] = f"{rank.gpu.mean_sm_clock_mhz:.0f}"
+            rows.append(cells)
+        header = list(max(rows, key=len))
+        return [header, *([cells.get(name, "") for name in header] for cells in rows)]
 
     def as_prometheus(self) -> str:
         """Return the report as gauges, such as for the node exporter's textfile collector."""

@@ -31,6 +31,7 @@ from fuelrail.bench.studies.watch.remedies import SECONDS, Trials
 from fuelrail.bench.studies.watch.report import RECORDS, WatchReport, conclude
 from fuelrail.bench.studies.watch.startup._fuelrail_after_import import AfterImport
 from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.runtime.host import stated_rank
 
 
 class Session:
@@ -45,22 +46,16 @@ class Session:
         is_printed: bool,
         **hooks: Any,  # arguments of Hooks
     ) -> None:
-        rank = os.environ.get("RANK", "0")
-        world = os.environ.get("WORLD_SIZE", "1")
-        if not (rank.isdecimal() and world.isdecimal() and int(rank) < int(world)):
-            raise ConfigError(
-                f"RANK={rank} and WORLD_SIZE={world} in the environment must be integers, the "
-                "rank from 0 and below the size"
-            )
+        rank, world = stated_rank()
         self.is_temporary = out is None
         self.folder = Path(tempfile.mkdtemp(prefix="fuelrail-watch-") if out is None else out)
         self.trials: Trials | None = None
         self._is_printed = is_printed
         self._process = os.getpid()
         self._logged_run: Any = None
-        self.recorder = Recorder(self.folder / RECORDS, rank=int(rank), world=int(world))
+        self.recorder = Recorder(self.folder / RECORDS, rank=rank, world=world)
         self.hooks = Hooks(self.recorder, on_ask=self._try_remedies, **hooks)
-        self._waiting = watch_packages(self.hooks, has_loaders=bool(hooks.get("has_loaders")))
+        self._waiting = watch_packages(self.hooks)
         self._waiting.append(AfterImport("wandb.sdk.wandb_run", self._watch_wandb))
         atexit.register(self.close)
         Session.current = self
@@ -197,6 +192,6 @@ watch = Watch
 def start_by_environment() -> None:
     """Record this process, as ``fuelrail watch`` asks for, which prints the verdict itself."""
     if Session.current is None:
-        session = Session(os.environ[FOLDER_VARIABLE], is_printed=False, has_loaders=True)
+        session = Session(os.environ[FOLDER_VARIABLE], is_printed=False)
         if os.environ.get(TRY_VARIABLE):
             session.trials = Trials(session.hooks, SECONDS)

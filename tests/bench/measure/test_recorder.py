@@ -380,7 +380,7 @@ def test_torch_is_left_as_it_was(clock, tmp_path):
         ]
 
     before = patched()
-    loop = Loop(clock, tmp_path, has_loaders=True)
+    loop = Loop(clock, tmp_path)
     assert all(now != then for now, then in zip(patched(), before, strict=True))
     loop.learn()
     loop.hooks.remove()
