@@ -21,9 +21,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from threading import get_ident, get_native_id
-from typing import Any, BinaryIO, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
-from fuelrail.bench.measure.clock import NS_PER_MS, NS_PER_S
+from fuelrail.bench.measure.clock import NS_PER_MS, NS_PER_S, ThreadTimes, thread_times
 from fuelrail.bench.measure.machine import all_cpu_s
 from fuelrail.bench.measure.nvml import NvmlWatch
 from fuelrail.bench.measure.records import (
@@ -33,7 +33,7 @@ from fuelrail.bench.measure.records import (
     RankGpu,
     RankHeader,
     RankWriter,
-    StepDetails,
+    Record,
     StepRecord,
     rank_path,
 )
@@ -65,8 +65,7 @@ class _Mark(NamedTuple):
 
     phase: str
     ns: int
-    cpu_ns: int
-    queued_ns: int
+    thread: ThreadTimes
     event: Any
 
 
@@ -123,9 +122,8 @@ class Recorder:
         self._batch_at = 0
         self._batch_use = ""  # "evaluated", or with a backward pass "trained"
         self._epoch = 0
-        self._num_samples = 0
         self._num_batches = 0
-        self._details = StepDetails()  # of the step under way
+        self._record = _new_record()
         self._is_evaluating = False
         self._updated_at: int | None = None  # the mark at the step's last update
         self._was_updated = False
@@ -136,10 +134,7 @@ class Recorder:
         self._device_ns = 0
         self._sum: StepRecord | None = None
         self._files = contextlib.ExitStack()
-        self._statistics: BinaryIO | None = None
-        with contextlib.suppress(OSError):  # of this thread; another system has none
-            opened = Path("/proc/thread-self/schedstat").open("rb", buffering=0)  # noqa: SIM115
-            self._statistics = self._files.enter_context(opened)
+        self._record_event: Callable[[], Any] = lambda: None
         self._totals = self._read_totals()
         os.register_at_fork(after_in_child=self.stop)
 
@@ -158,7 +153,10 @@ class Recorder:
 
     def use_device(self, device: Any) -> None:
         """Time phases by events of a CUDA device (``torch.device``) from the next step on."""
+        from fuelrail.bench.measure.cuda import record_event
+
         self.device = device
+        self._record_event = record_event
         self._marks.clear()
         if self.folder is not None:  # else the loop watches its GPUs itself
             self.gaps = self.gaps | {("data_wait", "forward"): "host_to_device"}
@@ -174,8 +172,8 @@ class Recorder:
             return
         queue = getattr(batches, "_data_queue", None)  # of torch's iterator with workers
         if queue is not None:
-            self._details.num_counted += 1
-            self._details.num_idle += queue.qsize() >= batches._tasks_outstanding  # noqa: SLF001
+            self._record.details.num_counted += 1
+            self._record.details.num_idle += queue.qsize() >= batches._tasks_outstanding  # noqa: SLF001
         # What an exception has left open.
         self._stack.clear()
         self._num_ignored = 0
@@ -210,7 +208,7 @@ class Recorder:
             self._epoch += 1
         else:
             self._num_batches += 1
-            self._num_samples += num_rows(batch)
+            self._record.num_samples += num_rows(batch)
 
     @_guarded
     def begin_forward(self, is_training: bool) -> None:
@@ -303,7 +301,7 @@ class Recorder:
 
     def synced(self, host_ns: int) -> None:
         """Note that the host has waited for a value of the device."""
-        self._details.sync_ns += host_ns
+        self._record.details.sync_ns += host_ns
 
     def collected(self, phase: str, _: Any) -> None:
         """Count garbage collection; an entry of ``gc.callbacks``."""
@@ -311,7 +309,7 @@ class Recorder:
         if phase == "start":
             self._collecting_since_ns = now_ns
         elif self._collecting_since_ns:
-            self._details.collector_ns += now_ns - self._collecting_since_ns
+            self._record.details.collector_ns += now_ns - self._collecting_since_ns
 
     @property
     def is_idle(self) -> bool:
@@ -332,6 +330,11 @@ class Recorder:
     def is_at_border(self) -> bool:
         """Whether the loop has made a step's update, and nothing of the next step."""
         return self.is_idle and self._updated_at is not None and not self._is_evaluating
+
+    def write(self, record: Record) -> None:
+        """Append a record to the rank's file, once it is open."""
+        if self._writer is not None:
+            self._writer.write(record)
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
@@ -355,34 +358,21 @@ class Recorder:
             if self.is_recording and self._updated_at is not None and self._marks:
                 self._close(self._updated_at)
             self._write_passed()
-            left: list[StepRecord | RankGpu] = [] if self._sum is None else [self._sum]
+            if self._sum is not None:
+                self.write(self._sum)
             if self._gpu is not None:
                 self._gpu.__exit__()
-                left += [RankGpu(use=use) for use in self._gpu.use() or ()]
-            for record in left if self._writer is not None else ():
-                self._writer.write(record)
+                for use in self._gpu.use() or ():
+                    self.write(RankGpu(use=use))
         except Exception as error:  # noqa: BLE001 - see _guarded
             self.fail(error)
         self.stop()
-        self._sum = self._gpu = None
+        self._sum = self._gpu = self._writer = None
         self._files.close()
 
     def _mark(self, phase: str) -> None:
-        event = None
-        if self.device is not None:
-            import torch
-
-            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            event.record()
-        self._marks.append(
-            _Mark(
-                phase=phase,
-                ns=time.monotonic_ns(),
-                cpu_ns=time.thread_time_ns(),
-                queued_ns=self._read_queued(),
-                event=event,
-            )
-        )
+        mark = _Mark(phase, time.monotonic_ns(), thread_times(), self._record_event())
+        self._marks.append(mark)
 
     def _end_evaluation(self) -> None:
         self._is_evaluating = False
@@ -398,26 +388,16 @@ class Recorder:
             self._totals = self._read_totals()
             for name, total in self._totals.items():
                 is_level = name.endswith("_bytes")
-                setattr(self._details, name, total if is_level else max(0, total - before[name]))
-        record = StepRecord(
-            step=0,
-            epoch=self._epoch,
-            num_samples=self._num_samples,
-            num_images=0,
-            loss=None,
-            start_ns=self._marks[0].ns,
-            end_ns=0,
-            data_wait_ns=0,
-            other_ns=0,
-            details=self._details,
-        )
+                growth = total if is_level else max(0, total - before[name])
+                setattr(self._record.details, name, growth)
+        self._record.epoch = self._epoch
+        self._record.start_ns = self._marks[0].ns
         if not self._is_after_pause:
-            self._pending.append((record, self._marks[: end + 1]))
+            self._pending.append((self._record, self._marks[: end + 1]))
         if len(self._pending) > _MAX_PENDING:
             self._pending.popleft()
+        self._record = _new_record()
         self._marks = self._marks[end:]
-        self._details = StepDetails()
-        self._num_samples = 0
         self._updated_at = None
         self._is_after_pause = False
         self.has_forward = False
@@ -440,7 +420,7 @@ class Recorder:
             self._sum = record
             stride = 1 << (record.step // _NUM_RECORDS).bit_length()
             if (record.step + 1) % stride == 0:
-                self._writer.write(record)
+                self.write(record)
                 self._sum = None
 
     def _open_file(self) -> RankWriter:
@@ -475,8 +455,8 @@ class Recorder:
                 record.launch_ns += duration_ns if after.phase in BUSY else 0
                 duration_ns = round(before.event.elapsed_time(after.event) * NS_PER_MS)
             durations[after.phase] += duration_ns
-            cpu_ns[after.phase] += after.cpu_ns - before.cpu_ns
-            queued_ns[after.phase] += after.queued_ns - before.queued_ns
+            cpu_ns[after.phase] += after.thread.cpu_ns - before.thread.cpu_ns
+            queued_ns[after.phase] += after.thread.queued_ns - before.thread.queued_ns
         record.details.data_cpu_ns = cpu_ns["data_wait"]
         record.details.data_queued_ns = queued_ns["data_wait"]
         for part in NAMED:
@@ -498,28 +478,22 @@ class Recorder:
         self.num_steps += 1
         return record
 
-    def _read_queued(self) -> int:
-        """Return what the trainer's thread stood in the queue for a CPU [ns]."""
-        if self._statistics is None:
-            return 0
-        return int(os.pread(self._statistics.fileno(), 64, 0).split()[1])
-
     def _read_totals(self) -> dict[str, int]:
         """Return the totals so far whose growth is in `StepDetails`, and the memory that is held."""
         # What the thread waits for Python's lock, which it needs after a sleep.
-        queued_ns = self._read_queued()
+        queued_ns = thread_times().queued_ns
         asked_ns = time.monotonic_ns()
         time.sleep(_NAP_S)
         waited_ns = time.monotonic_ns() - asked_ns - round(_NAP_S * NS_PER_S)
-        self._lock_ns += max(0, waited_ns - (self._read_queued() - queued_ns))
+        self._lock_ns += max(0, waited_ns - (thread_times().queued_ns - queued_ns))
         workers_s = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])  # that ended
         workers_queued_ns = 0
         threads_queued_ns = 0
         num_pages = 0
         with contextlib.suppress(OSError):  # one that has just ended, or another system
             own = Path("/proc/self")
-            for thread in (own / "task").iterdir():
-                threads_queued_ns += int(_fields(thread / "schedstat")[1])
+            for task in (own / "task").iterdir():
+                threads_queued_ns += int(_fields(task / "schedstat")[1])
             num_pages += int(_fields(own / "statm")[1])
             for child in _fields(own / f"task/{get_native_id()}/children"):
                 worker = Path("/proc", child)
@@ -533,14 +507,15 @@ class Recorder:
             import torch
 
             device_bytes = torch.cuda.memory_allocated(self.device)
+        thread = thread_times()
         is_whole_host = usable_cpus() == os.cpu_count()
         host_s = (all_cpu_s() or 0.0) if is_whole_host else 0.0
         return {
             "process_cpu_ns": time.process_time_ns(),
-            "trainer_cpu_ns": time.thread_time_ns(),
+            "trainer_cpu_ns": thread.cpu_ns,
             "workers_cpu_ns": round(workers_s * NS_PER_S),
             "host_cpu_ns": round(host_s * NS_PER_S),
-            "trainer_queued_ns": self._read_queued(),
+            "trainer_queued_ns": thread.queued_ns,
             "threads_queued_ns": threads_queued_ns,
             "workers_queued_ns": workers_queued_ns,
             "cpu_wall_ns": time.monotonic_ns(),
@@ -548,6 +523,10 @@ class Recorder:
             "memory_bytes": num_pages * os.sysconf("SC_PAGE_SIZE"),
             "device_bytes": device_bytes,
         }
+
+
+def _new_record() -> StepRecord:
+    return StepRecord(step=0, epoch=0, num_samples=0, start_ns=0)
 
 
 def _fields(path: Path) -> list[str]:

@@ -36,8 +36,13 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from fuelrail.bench.measure.rates import bootstrap_means
-from fuelrail.bench.measure.records import rank_path, read_rank, step_table
-from fuelrail.bench.studies.watch.report import Remedy, remedies_path
+from fuelrail.bench.measure.records import (
+    RankRemedies,
+    Remedy,
+    rank_path,
+    read_rank,
+    step_table,
+)
 from fuelrail.pipeline.runtime.host import default_num_workers
 
 if TYPE_CHECKING:
@@ -174,8 +179,7 @@ class Trials:
             except Exception as error:  # noqa: BLE001 - of the caller's own code, in another use
                 sys.stderr.write(f"fuelrail: {trial.func.__name__}: {error}\n")
         remedies.sort(key=lambda remedy: -remedy.gain)
-        path = remedies_path(recorder.folder, recorder.rank)
-        path.write_bytes(msgspec.json.encode(remedies))
+        recorder.write(RankRemedies(remedies=remedies))
         lines = [remedy.as_text() for remedy in remedies] or ["none applies"]
         if recorder.rank == 0:
             sys.stderr.writelines(f"fuelrail: {line}\n" for line in lines)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
 import numpy as np
 
 from fuelrail.bench.measure.clock import Summary, summarise_ns
-from fuelrail.bench.measure.display import display
 from fuelrail.bench.measure.machine import CpuUse, machine_facts
 from fuelrail.bench.measure.nvml import GpuUse
 from fuelrail.bench.measure.occupancy import (
@@ -24,7 +21,7 @@ from fuelrail.bench.measure.occupancy import (
     window_of,
 )
 from fuelrail.bench.measure.rates import Interval, bootstrap_means
-from fuelrail.bench.measure.records import RankLog, rank_path, read_rank, step_table
+from fuelrail.bench.measure.records import RankLog, Remedy, rank_path, read_rank, step_table
 from fuelrail.bench.report.files import (
     REPORT_JSON,
     ReportHead,
@@ -77,26 +74,6 @@ class RankTimes(msgspec.Struct, frozen=True, kw_only=True):
     shares: dict[str, float]
     last_in: float
     gpu: GpuUse | None = None
-
-
-class Remedy(msgspec.Struct, frozen=True, kw_only=True):
-    """A change that was tried, the line to change, the step's time with it, and the share of the
-    step that it saves with the ends of its 95 % interval.
-    """
-
-    name: Annotated[str, display("remedy")]
-    line: Annotated[str, display("line to change")]
-    step_ms: Annotated[float, display("step", unit="ms")]
-    gain: Annotated[float, display("saves of the step", digits=".1%")]
-    low: Annotated[float, display("at least", digits=".1%")]
-    high: Annotated[float, display("at most", digits=".1%")]
-
-    def as_text(self) -> str:
-        """Return the remedy in a line."""
-        ends = f"{self.low:.1%} to {self.high:.1%}"
-        if self.low <= 0 <= self.high:
-            return f"saves nothing certain ({ends}): {self.line}"
-        return f"saves {self.gain:.1%} of the step ({ends}): {self.line}"
 
 
 class WatchReport(ReportHead, frozen=True, kw_only=True):
@@ -185,31 +162,17 @@ class WatchReport(ReportHead, frozen=True, kw_only=True):
         return "\n".join(lines) + "\n"
 
 
-def remedies_path(folder: Path, rank: int) -> Path:
-    """Return the path of the remedies that a rank tried."""
-    return folder / f"remedies-{rank:05d}.json"
-
-
-def conclude(
-    folder: Path, *, first_rank: int = 0, is_written: bool = True, is_last: bool = False
-) -> WatchReport | None:
+def conclude(folder: Path, *, is_written: bool = True, is_last: bool = False) -> WatchReport | None:
     """Return the report of the records in a folder; None where there are none.
 
     ``is_written``: write report.json and metrics.prom too, and the page where what draws it is
     installed. ``is_last``: also TensorBoard's scalars, where it is.
     """
-    records = folder / RECORDS
-    first = read_rank(rank_path(records, first_rank))
-    if first.header is None:
+    header = read_rank(rank_path(folder / RECORDS, 0)).header
+    if header is None:
         return None
-    logs = {first_rank: first}
-    if first_rank == 0:
-        logs |= {rank: read_rank(rank_path(records, rank)) for rank in range(1, first.header.world)}
-    files = [remedies_path(records, rank) for rank in logs]
-    tried = [
-        msgspec.json.decode(file.read_bytes(), type=list[Remedy]) for file in files if file.exists()
-    ]
-    report = build_report(logs, world=first.header.world, tried=tried)
+    logs = {rank: read_rank(rank_path(folder / RECORDS, rank)) for rank in range(header.world)}
+    report = build_report(logs, world=header.world)
     if is_written:
         publish_json(folder / REPORT_JSON, report)
         if find_spec("jinja2") is not None:
@@ -222,11 +185,10 @@ def conclude(
     return report
 
 
-def build_report(
-    logs: dict[int, RankLog], *, world: int, tried: Sequence[Sequence[Remedy]] = ()
-) -> WatchReport:
-    """Judge the records of ranks, by their numbers, with the remedies that each one tried."""
+def build_report(logs: dict[int, RankLog], *, world: int) -> WatchReport:
+    """Judge the records of ranks, by their numbers."""
     by_name: dict[str, list[Remedy]] = {}
+    tried = [log.remedies for log in logs.values() if log.remedies is not None]
     for remedy in itertools.chain.from_iterable(tried):
         by_name.setdefault(remedy.name, []).append(remedy)
     # The ranks go on together, so that one to which a remedy brings less holds the others up.

@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import atexit
 import os
-import shutil
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -35,22 +33,14 @@ from fuelrail.pipeline.runtime.host import stated_rank
 
 
 class Session:
-    """The recording of this process, of which there is one."""
+    """The recording of this process, of which there is one; ``hooks`` are arguments of Hooks."""
 
     current: Session | None = None
 
-    def __init__(
-        self,
-        out: str | os.PathLike[str] | None,
-        *,
-        is_printed: bool,
-        **hooks: Any,  # arguments of Hooks
-    ) -> None:
+    def __init__(self, out: str | os.PathLike[str] | None, **hooks: Any) -> None:
         rank, world = stated_rank()
-        self.is_temporary = out is None
-        self.folder = Path(tempfile.mkdtemp(prefix="fuelrail-watch-") if out is None else out)
+        self.folder = Path("watch" if out is None else out)
         self.trials: Trials | None = None
-        self._is_printed = is_printed
         self._process = os.getpid()
         self._logged_run: Any = None
         self.recorder = Recorder(self.folder / RECORDS, rank=rank, world=world)
@@ -74,23 +64,13 @@ class Session:
         self.recorder.close()
         self._log_to_wandb(getattr(sys.modules.get("wandb"), "run", None))
         try:
-            if self._is_printed and (self.is_temporary or self.recorder.rank == 0):
-                report = self.report(is_last=True)
+            # Under the command it is the one to do so.
+            if self.recorder.rank == 0 and FOLDER_VARIABLE not in os.environ:
+                report = conclude(self.folder, is_last=True)
                 if report is not None:
                     sys.stderr.write(f"{report.as_text()}\n")
         except Exception as error:  # noqa: BLE001 - the training was the point, and is over
             sys.stderr.write(f"fuelrail: the watch has no verdict: {error}\n")
-        if self.is_temporary:
-            shutil.rmtree(self.folder, ignore_errors=True)
-
-    def report(self, *, is_last: bool = False) -> WatchReport | None:
-        """Judge what all ranks have written so far; None before the first step."""
-        return conclude(
-            self.folder,
-            first_rank=self.recorder.rank if self.is_temporary else 0,
-            is_written=not self.is_temporary,
-            is_last=is_last,
-        )
 
     def _try_remedies(self, loader: Any) -> None:
         if self.trials is not None and self.trials.advance(loader):
@@ -132,8 +112,8 @@ class Watch:
         model: a module, or several, whose calls are forward passes. None: the outermost modules
             that the loop calls are found in its first steps.
         optimizer: the one whose steps count; None: every optimiser's.
-        out: folder for records and report, the same on all ranks. None: the verdict is of this rank
-            alone, and nothing is kept.
+        out: folder for records and report, the same on all ranks (default: `watch`, or that of the
+            process's recording).
 
     Raises ConfigError where the process records to another folder.
     """
@@ -150,7 +130,7 @@ class Watch:
         session = Session.current
         if session is None:
             models = model if isinstance(model, list | tuple) else filter(None, [model])
-            session = Session(out, is_printed=True, models=models, optimizer=optimizer)
+            session = Session(out, models=models, optimizer=optimizer)
         elif out is not None and Path(out).absolute() != session.folder.absolute():
             raise ConfigError(
                 f"out='{out}': this process records to '{session.folder}' already; leave out= away"
@@ -168,7 +148,7 @@ class Watch:
 
     def report(self) -> WatchReport | None:
         """Judge the steps so far, of all ranks that write to the folder; None before the first."""
-        return self._session.report()
+        return conclude(self._session.folder)
 
     def try_remedies(self, *, seconds: float = SECONDS) -> None:
         """Find out what other settings of the loader would bring, and print it.
@@ -192,6 +172,6 @@ watch = Watch
 def start_by_environment() -> None:
     """Record this process, as ``fuelrail watch`` asks for, which prints the verdict itself."""
     if Session.current is None:
-        session = Session(os.environ[FOLDER_VARIABLE], is_printed=False)
+        session = Session(os.environ[FOLDER_VARIABLE])
         if os.environ.get(TRY_VARIABLE):
             session.trials = Trials(session.hooks, SECONDS)

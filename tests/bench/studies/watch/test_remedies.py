@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 
@@ -14,10 +13,18 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import fuelrail as fr
-from fuelrail.bench.measure.records import StepDetails, StepRecord, step_table
+from fuelrail.bench.measure.records import (
+    RankLog,
+    Remedy,
+    StepDetails,
+    StepRecord,
+    rank_path,
+    read_rank,
+    step_table,
+)
 from fuelrail.bench.studies.watch import remedies as module
 from fuelrail.bench.studies.watch.remedies import Pace, try_channels_last, try_loader, with_waits
-from fuelrail.bench.studies.watch.report import Remedy, build_report, remedies_path
+from fuelrail.bench.studies.watch.report import build_report
 
 pytestmark = pytest.mark.process
 
@@ -191,9 +198,8 @@ def test_a_training_is_bit_for_bit_the_same_with_trials_in_it(num_workers, tmp_p
     num_threads = torch.get_num_threads()
     plain = train(None, num_workers)
     tried = train(tmp_path, num_workers)
-    found = {
-        entry["name"] for entry in json.loads(remedies_path(tmp_path / "records", 0).read_text())
-    }
+    remedies = read_rank(rank_path(tmp_path / "records", 0)).remedies
+    found = {remedy.name for remedy in remedies}
     assert {"channels_last", "num_workers=4"} <= found
     assert tried == plain
     assert len(plain[0]) == 100
@@ -217,6 +223,7 @@ def test_of_several_ranks_the_one_that_gains_least_counts():
         return Remedy(name=name, line="x", step_ms=1.0, gain=gain, low=gain - 0.1, high=gain + 0.1)
 
     tried = [[remedy(0.5), remedy(0.3, "other")], [remedy(0.05)]]
-    report = build_report({}, world=2, tried=tried)
+    logs = {rank: RankLog(remedies=remedies) for rank, remedies in enumerate(tried)}
+    report = build_report(logs, world=2)
     assert [entry.gain for entry in report.remedies] == [0.05]
     assert "tried: saves nothing certain (-5.0% to 15.0%): x" in report.as_text()
