@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 _SEARCHED_STEPS: Final = 3
 """Steps in which outermost modules are looked for; and again when a step has no forward pass."""
+_MAX_SEARCHED_STEPS: Final = 24
 _MAX_MODULES: Final = 32
-_MAX_SEARCHES: Final = 8
 
 _COLLECTIVES: Final = re.compile(
     r"all_|barrier|broadcast|gather|monitored_barrier|recv|reduce(?!_op)|scatter|"
@@ -95,7 +95,6 @@ class Hooks:
         recorder: what they call.
         models: modules whose calls are forward passes; empty: they are looked for.
         optimizer: the one whose steps count; None: all.
-        on_ask: called with a loader before it is asked for a batch.
     """
 
     def __init__(
@@ -104,19 +103,18 @@ class Hooks:
         *,
         models: Iterable[nn.Module] = (),
         optimizer: Any = None,
-        on_ask: Callable[[Any], None] = lambda _: None,
     ) -> None:
         self.recorder = recorder
         self.inputs = weakref.WeakKeyDictionary[nn.Module, Inputs]()
         """Modules whose calls are forward passes, and what the last call was given, if tensors."""
-        self._on_ask = on_ask
+        self.on_ask: Callable[[Any], None] | None = None
+        """Called with a loader before it is asked for a batch."""
         # A trainer's wrapper, such as Accelerate's, has the optimiser that torch knows inside.
         self._optimizer = getattr(optimizer, "optimizer", optimizer)
         self._removals = contextlib.ExitStack()
         self._search = contextlib.ExitStack()
         self._is_searching = False
-        self._searches_until = _SEARCHED_STEPS
-        self._num_searches = 0
+        self._num_searched = 0
         self._loaders = weakref.WeakKeyDictionary[Any, Any]()
         for model in models:
             self._listen_to(model)
@@ -124,11 +122,8 @@ class Hooks:
             self._start_search()
         begin_update = functools.partial(self._note_update, recorder.enter, "optimiser")
         end_update = functools.partial(self._note_update, recorder.call, self._end_update)
-        for handle in (
-            register_optimizer_step_pre_hook(begin_update),
-            register_optimizer_step_post_hook(end_update),
-        ):
-            self._removals.callback(handle.remove)
+        self._removals.callback(register_optimizer_step_pre_hook(begin_update).remove)
+        self._removals.callback(register_optimizer_step_post_hook(end_update).remove)
         self.replace(torch.autograd, "backward", self._go_backward)
         self.listen(torch, "save", "checkpoint")
         self.listen(logging.Logger, "handle", "logging")
@@ -187,7 +182,8 @@ class Hooks:
         came.
         """
         batch = None
-        self._on_ask(loader)
+        if self.on_ask is not None:
+            self.on_ask(loader)
         self.recorder.ask(iterator)
         try:
             batch = take(iterator)
@@ -249,12 +245,12 @@ class Hooks:
         recorder = self.recorder
         recorder.leave()
         recorder.updated()
-        if recorder.num_steps >= self._searches_until:
-            self._end_search()
-        is_lost = not recorder.has_forward and not self._is_searching
-        if is_lost and self._num_searches < _MAX_SEARCHES:
-            self._searches_until = recorder.num_steps + _SEARCHED_STEPS
-            self._num_searches += 1
+        if self._is_searching:
+            self._num_searched += 1
+            is_last = self._num_searched > _MAX_SEARCHED_STEPS
+            if is_last or self._num_searched % _SEARCHED_STEPS == 0:
+                self._end_search()
+        elif not recorder.has_forward and self._num_searched < _MAX_SEARCHED_STEPS:
             self._start_search()
 
     def _end_search(self) -> None:
@@ -302,10 +298,7 @@ class Hooks:
         recorder.num_parameters = sum(sizes.values())
         begin = ModuleHook(recorder, self._begin)
         end = ModuleHook(recorder, lambda *_: recorder.end_forward())
-        for handle in (
-            module.register_forward_pre_hook(begin, prepend=True),
-            module.register_forward_hook(end, always_call=True),
-        ):
-            self._removals.callback(handle.remove)
+        self._removals.callback(module.register_forward_pre_hook(begin, prepend=True).remove)
+        self._removals.callback(module.register_forward_hook(end, always_call=True).remove)
         if isinstance(module, nn.parallel.DistributedDataParallel):
             self._listen_to(module.module)  # which evaluation often calls

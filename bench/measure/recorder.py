@@ -130,7 +130,7 @@ class Recorder:
         self._is_after_pause = False
         self._collecting_since_ns = 0
         self._lock_ns = 0
-        self._pending: deque[tuple[StepRecord, list[_Mark]]] = deque()
+        self._pending = deque[tuple[StepRecord, list[_Mark]]](maxlen=_MAX_PENDING)
         self._device_ns = 0
         self._sum: StepRecord | None = None
         self._files = contextlib.ExitStack()
@@ -394,8 +394,6 @@ class Recorder:
         self._record.start_ns = self._marks[0].ns
         if not self._is_after_pause:
             self._pending.append((self._record, self._marks[: end + 1]))
-        if len(self._pending) > _MAX_PENDING:
-            self._pending.popleft()
         self._record = _new_record()
         self._marks = self._marks[end:]
         self._updated_at = None
@@ -434,14 +432,15 @@ class Recorder:
         if self.device is not None:
             device = torch.cuda.get_device_name(self.device)
         has_backend = dist.is_available() and dist.is_initialized()
-        header = RankHeader(
-            device=device,
-            backend=dist.get_backend() if has_backend else None,
-            num_parameters=self.num_parameters,
-            world=self.world,
-            num_workers=self.num_workers,
+        writer.write(
+            RankHeader(
+                device=device,
+                backend=dist.get_backend() if has_backend else None,
+                num_parameters=self.num_parameters,
+                world=self.world,
+                num_workers=self.num_workers,
+            )
         )
-        writer.write(header)
         return writer
 
     def _timed(self, record: StepRecord, marks: list[_Mark]) -> StepRecord:

@@ -137,25 +137,22 @@ class Trials:
         self._loader: Any = None  # the one that was asked last
         self._num_borders = 0
 
-    def advance(self, loader: Any) -> bool:
-        """Try remedies once it is time; return whether that is over.
-
-        The loop is about to ask ``loader`` for a batch.
-        """
+    def advance(self, loader: Any) -> None:
+        """Try remedies once it is time. The loop is about to ask ``loader`` for a batch."""
         recorder = self._hooks.recorder
         if not recorder.is_idle:
-            return not recorder.is_recording
+            return
         is_training = self._loader is loader  # which gave the batch of the step that is over
         self._loader = loader
         self._num_borders += is_training and recorder.is_at_border
         if self._num_borders < NUM_STEPS:
-            return False  # the number is the same on all ranks
+            return  # the number is the same on all ranks
+        self._hooks.on_ask = None
         try:
             with recorder.pause():
                 self._try(loader)
         except Exception as error:  # noqa: BLE001 - the training goes on
             warnings.warn(f"no remedies were tried: {error}", RuntimeWarning, stacklevel=2)
-        return True
 
     def _try(self, loader: Any) -> None:
         recorder = self._hooks.recorder

@@ -40,11 +40,10 @@ class Session:
     def __init__(self, out: str | os.PathLike[str] | None, **hooks: Any) -> None:
         rank, world = stated_rank()
         self.folder = Path("watch" if out is None else out)
-        self.trials: Trials | None = None
         self._process = os.getpid()
         self._logged_run: Any = None
         self.recorder = Recorder(self.folder / RECORDS, rank=rank, world=world)
-        self.hooks = Hooks(self.recorder, on_ask=self._try_remedies, **hooks)
+        self.hooks = Hooks(self.recorder, **hooks)
         self._waiting = watch_packages(self.hooks)
         self._waiting.append(AfterImport("wandb.sdk.wandb_run", self._watch_wandb))
         atexit.register(self.close)
@@ -59,22 +58,18 @@ class Session:
         for package in self._waiting:
             package.remove()
         self.hooks.remove()
-        if self.trials is not None and self.recorder.num_steps and self.recorder.rank == 0:
+        is_first = self.recorder.rank == 0
+        if is_first and self.hooks.on_ask is not None and self.recorder.num_steps:
             sys.stderr.write("fuelrail: no remedies were tried: the training made too few steps\n")
         self.recorder.close()
         self._log_to_wandb(getattr(sys.modules.get("wandb"), "run", None))
         try:
-            # Under the command it is the one to do so.
-            if self.recorder.rank == 0 and FOLDER_VARIABLE not in os.environ:
+            if is_first and FOLDER_VARIABLE not in os.environ:  # else the command does so
                 report = conclude(self.folder, is_last=True)
                 if report is not None:
                     sys.stderr.write(f"{report.as_text()}\n")
         except Exception as error:  # noqa: BLE001 - the training was the point, and is over
             sys.stderr.write(f"fuelrail: the watch has no verdict: {error}\n")
-
-    def _try_remedies(self, loader: Any) -> None:
-        if self.trials is not None and self.trials.advance(loader):
-            self.trials = None
 
     def _watch_wandb(self, module: Any) -> None:
         """Log to a run of W&B before it ends: when it is finished, or else when the process ends."""
@@ -159,7 +154,7 @@ class Watch:
         BLAS in each, our decoder, our shards, pinned memory and ``channels_last``. Nothing of the
         training is changed by it. Loaders are tried that are torch's, or built on it.
         """
-        self._session.trials = Trials(self._session.hooks, seconds)
+        self._session.hooks.on_ask = Trials(self._session.hooks, seconds).advance
 
     def finish(self) -> None:
         """End the recording, as the end of the process does, and print the verdict."""
@@ -174,4 +169,4 @@ def start_by_environment() -> None:
     if Session.current is None:
         session = Session(os.environ[FOLDER_VARIABLE])
         if os.environ.get(TRY_VARIABLE):
-            session.trials = Trials(session.hooks, SECONDS)
+            session.hooks.on_ask = Trials(session.hooks, SECONDS).advance
