@@ -124,7 +124,8 @@ class Watch:
         self.loader = loader
         session = Session.current
         if session is None:
-            models = model if isinstance(model, list | tuple) else filter(None, [model])
+            models = model if isinstance(model, list | tuple) else [model]
+            models = [part for part in models if part is not None]
             session = Session(out, models=models, optimizer=optimizer)
         elif out is not None and Path(out).absolute() != session.folder.absolute():
             raise ConfigError(
