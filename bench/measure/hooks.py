@@ -64,7 +64,7 @@ class Batches:
         return self
 
     def __next__(self) -> Any:
-        return self._hooks.take_batch(self._batches, self._loader, next)
+        return self._hooks.take_batch(next, self._batches, self._loader)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__.get("_batches"), name)
@@ -149,7 +149,7 @@ class Hooks:
         ``role``: the phase that they are; "iterator", a loader makes one that says itself when it
         is asked for a batch; "batches", it makes another one; "batch", an iterator gives one.
         """
-        roles = {"iterator": self._iterate, "batches": self._wrap, "batch": self._next}
+        roles = {"iterator": self._iterate, "batches": self._wrap, "batch": self.take_batch}
         self.replace(owner, name, roles.get(role) or functools.partial(self._call_in_phase, role))
 
     def replace(self, owner: Any, name: str, call: Callable[..., Any]) -> None:
@@ -177,13 +177,13 @@ class Hooks:
         with self.recorder.phase("data_wait"):
             return iterate(loader)
 
-    def take_batch(self, iterator: Any, loader: Any, take: Callable[[Any], Any]) -> Any:
+    def take_batch(self, take: Callable[[Any], Any], iterator: Any, loader: Any = None) -> Any:
         """Return an iterator's next batch, and note when the loop asked for it, and when it
         came.
         """
         batch = None
         if self.on_ask is not None:
-            self.on_ask(loader)
+            self.on_ask(self._loaders.get(iterator) if loader is None else loader)
         self.recorder.ask(iterator)
         try:
             batch = take(iterator)
@@ -198,9 +198,6 @@ class Hooks:
 
     def _wrap(self, original: Any, /, loader: Any) -> Any:
         return Batches(loader, self, original)
-
-    def _next(self, original: Any, /, iterator: Any) -> Any:
-        return self.take_batch(iterator, self._loaders.get(iterator), original)
 
     def _call_in_phase(self, phase: str, original: Any, /, *args: Any, **kwargs: Any) -> Any:
         with self.recorder.phase(phase):
