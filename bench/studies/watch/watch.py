@@ -13,6 +13,7 @@ At the end the first rank prints what holds the accelerators up, on which rank, 
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import sys
 from collections.abc import Iterable, Iterator
@@ -62,7 +63,7 @@ class Session:
         if is_first and self.hooks.on_ask is not None and self.recorder.num_steps:
             sys.stderr.write("fuelrail: no remedies were tried: the training made too few steps\n")
         self.recorder.close()
-        self._log_to_wandb(getattr(sys.modules.get("wandb"), "run", None))
+        self._log_to_wandb()
         try:
             if is_first and FOLDER_VARIABLE not in os.environ:  # else the command does so
                 report = conclude(self.folder, is_last=True)
@@ -72,16 +73,22 @@ class Session:
             sys.stderr.write(f"fuelrail: the watch has no verdict: {error}\n")
 
     def _watch_wandb(self, module: Any) -> None:
-        """Log to a run of W&B before it ends: when it is finished, or else when the process ends."""
+        """Log to a run of W&B before it ends: when it is finished, or else when the process ends.
 
-        def end_run(original: Any, run: Any, *args: Any, **kwargs: Any) -> Any:
-            self._log_to_wandb(run)
-            return original(run, *args, **kwargs)
+        W&B ends a run at exit, but after what was registered since the run began.
+        """
+        register = functools.cache(lambda: atexit.register(self._log_to_wandb))
 
-        self.hooks.replace(module.Run, "_atexit_cleanup", end_run)
+        def call_both(call: Any, original: Any, /, *args: Any, **kwargs: Any) -> Any:
+            call()
+            return original(*args, **kwargs)
 
-    def _log_to_wandb(self, run: Any) -> None:
-        """Log this rank's steps to a run of W&B, once."""
+        self.hooks.replace(module.Run, "log", functools.partial(call_both, register))
+        self.hooks.replace(module.Run, "finish", functools.partial(call_both, self._log_to_wandb))
+
+    def _log_to_wandb(self) -> None:
+        """Log this rank's steps to the run of W&B that is active, where there is one."""
+        run = getattr(sys.modules.get("wandb"), "run", None)
         if run is None or run is self._logged_run or os.getpid() != self._process:
             return
         self._logged_run = run
