@@ -149,8 +149,12 @@ class Hooks:
         ``role``: the phase that they are; "iterator", a loader makes one that says itself when it
         is asked for a batch; "batches", it makes another one; "batch", an iterator gives one.
         """
-        roles = {"iterator": self._iterate, "batches": self._wrap, "batch": self.take_batch}
-        self.replace(owner, name, roles.get(role) or functools.partial(self._call_in_phase, role))
+        calls: dict[str, Callable[..., Any]] = {
+            "iterator": self._iterate,
+            "batches": self._wrap,
+            "batch": self.take_batch,
+        }
+        self.replace(owner, name, calls.get(role) or functools.partial(self._call_in_phase, role))
 
     def replace(self, owner: Any, name: str, call: Callable[..., Any]) -> None:
         """Have ``call`` called in place of a function, with it and its arguments."""
@@ -261,7 +265,7 @@ class Hooks:
         # Torch warns of hooks of all modules where one of them is compiled; see below.
         warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there are")
         hook = ModuleHook(self.recorder, self._meet)
-        self._search.callback(register_module_forward_pre_hook(hook).remove)  # type: ignore[arg-type]
+        self._search.callback(register_module_forward_pre_hook(hook).remove)
 
     def _meet(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Listen to a module that is called outside of all others."""

@@ -44,10 +44,10 @@ def write_tensorboard(logs: dict[int, RankLog], folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     started_s = time.time() - time.monotonic()
     for rank, log in logs.items():
-        with SummaryWriter(folder / f"rank-{rank:05d}") as writer:  # type: ignore[no-untyped-call]
+        with SummaryWriter(folder / f"rank-{rank:05d}") as writer:
             for step, values in scalars(log):
                 for tag, value in values.items():
-                    writer.add_scalar(tag, value, step["step"], started_s + step["end_ns"] / 1e9)  # type: ignore[no-untyped-call]
+                    writer.add_scalar(tag, value, step["step"], started_s + step["end_ns"] / 1e9)
 
 
 def log_to_wandb(log: RankLog, run: Any) -> None:

@@ -191,10 +191,11 @@ def with_waits(
     ranks = [steps, *filter(None, peers)]
     count = min(map(len, ranks))
     table = step_table([rank[:count] for rank in ranks])
-    late_ns = table["all_reduce_ns"][0] - table["all_reduce_ns"].min(axis=0)
-    table["data_wait_ns"][0] += late_ns
-    table["all_reduce_ns"][0] -= late_ns
-    return table[0]
+    own: NDArray[np.void] = table[0]
+    late_ns = own["all_reduce_ns"] - table["all_reduce_ns"].min(axis=0)
+    own["data_wait_ns"] += late_ns
+    own["all_reduce_ns"] -= late_ns
+    return own
 
 
 def try_loader(loader: Any, steps: NDArray[np.void], *, seconds: float = SECONDS) -> list[Remedy]:
@@ -260,19 +261,18 @@ def _trials(loader: DataLoader[Any], epoch_steps: int | None, folder: Path) -> l
             return DataLoader(loader.dataset, batch_size=None, sampler=rows, **options)
         return DataLoader(loader.dataset, batch_sampler=rows, **options)
 
-    changes: list[dict[str, Any]] = []
     num_workers = loader.num_workers
     counts = {default_num_workers(), 2 * max(1, num_workers), 4 * max(1, num_workers)}
-    changes += [{"num_workers": count} for count in sorted(counts) if count <= _MAX_WORKERS]
+    changes = [("num_workers", count) for count in sorted(counts) if count <= _MAX_WORKERS]
     if num_workers:
-        changes.append({"prefetch_factor": 2 * (loader.prefetch_factor or 2)})
+        changes.append(("prefetch_factor", 2 * (loader.prefetch_factor or 2)))
     if num_workers and epoch_steps:
-        changes.append({"persistent_workers": True})
+        changes.append(("persistent_workers", True))
     trials = [_Trial("as it is", "", make_loader)]
-    for change in changes:
-        ((option, value),) = change.items()
+    make: Callable[[int], Iterable[Any] | None]
+    for option, value in changes:
         if value != getattr(loader, option):
-            make = functools.partial(make_loader, **change)
+            make = functools.partial(make_loader, **{option: value})
             line = f"DataLoader(..., {option}={value})"
             trials.append(_Trial(f"{option}={value}", line, make))
     calls = ["cv2.setNumThreads(0)"] if "cv2" in sys.modules else []
@@ -434,7 +434,8 @@ def _shards_of(
     from fuelrail.sharding.api import shard
     from fuelrail.sharding.sources.shared.files import LINKED
 
-    shapes = [getattr(leaf, "shape", ()) for leaf in tree_leaves(_first_item(loader))]
+    leaves = tree_leaves(_first_item(loader))
+    shapes: list[tuple[int, ...]] = [getattr(leaf, "shape", ()) for leaf in leaves]
     sizes = [shape for shape in shapes if len(shape) == 3 and 3 in (shape[0], shape[-1])]
     if not sizes:
         return None

@@ -137,7 +137,7 @@ class WatchReport(ReportHead, frozen=True, kw_only=True):
                 cells["GPU GiB"] = f"{rank.gpu.peak_memory_bytes / 2**30:.1f}"
                 cells["GPU MHz"] = f"{rank.gpu.mean_sm_clock_mhz:.0f}"
             rows.append(cells)
-        header = list(max(rows, key=len))
+        header = max(map(list, rows), key=len)
         return [header, *([cells.get(name, "") for name in header] for cells in rows)]
 
     def as_prometheus(self) -> str:

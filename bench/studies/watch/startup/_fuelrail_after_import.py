@@ -17,12 +17,12 @@ class AfterImport:
         if name in sys.modules:
             self._try(sys.modules[name])
         else:
-            sys.meta_path.insert(0, self)  # type: ignore[arg-type]
+            sys.meta_path.insert(0, self)
 
     def remove(self) -> None:
         """Wait no longer."""
         if self in sys.meta_path:
-            sys.meta_path.remove(self)  # type: ignore[arg-type]
+            sys.meta_path.remove(self)
 
     def find_spec(self, name: str, *_: Any) -> Any:
         """Find the module by all other finders; its own loader makes the call once, after it."""
