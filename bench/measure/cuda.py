@@ -53,11 +53,11 @@ class CudaAccelerator(Accelerator):
 
     def all_reduce_started(self) -> None:
         """Mark the compute stream, after whose work so far NCCL may start."""
-        self._launches.append(_mark())
+        self._launches.append(record_event())
 
     def all_reduce_finished(self) -> None:
         """Mark the stream of the future's callback, which PyTorch has made to follow NCCL's."""
-        self._arrivals.append(_mark())
+        self._arrivals.append(record_event())
 
     def finish_step(self) -> StepRecord:
         """Wait for the device and read the events."""
@@ -75,7 +75,8 @@ class CudaAccelerator(Accelerator):
         return record
 
 
-def _mark() -> Event:
+def record_event() -> Event:
+    """Return an event that the compute stream passes here."""
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
     return event

@@ -1,9 +1,9 @@
 """Where a recorder listens in torch: hooks of modules and optimisers, and functions that are called
 around backward passes, collectives, checkpoints and the loading of batches.
 
-A hook returns None and changes nothing. Outermost modules are found by torch's hooks of all
-modules in the first steps; then only these have hooks, for a hook of all modules would cost each
-of them a microsecond or two.
+A hook returns None and changes nothing. Outermost modules are found by torch's hook of all modules
+in the first steps; then only these have hooks, for a hook of all modules would cost each of them a
+microsecond or two.
 """
 
 from __future__ import annotations
@@ -12,19 +12,17 @@ import contextlib
 import functools
 import gc
 import logging
+import re
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -37,68 +35,39 @@ if TYPE_CHECKING:
 
 _SEARCHED_STEPS: Final = 3
 """Steps in which outermost modules are looked for; and again when a step has no forward pass."""
+_MAX_SEARCHED_STEPS: Final = 24
 _MAX_MODULES: Final = 32
-_MAX_SEARCHES: Final = 8
 
-_COLLECTIVES: Final = (
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_gather_object",
-    "all_reduce",
-    "all_to_all",
-    "all_to_all_single",
-    "barrier",
-    "broadcast",
-    "broadcast_object_list",
-    "gather",
-    "recv",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_tensor",
-    "scatter",
+_COLLECTIVES: Final = re.compile(
+    r"all_|barrier|broadcast|gather|monitored_barrier|recv|reduce(?!_op)|scatter|"
+    r"_broadcast_coalesced"  # of DDP's buffers
 )
-
+"""How the functions of torch.distributed begin that wait for other ranks."""
 
 _READS: Final = ("item", "tolist", "cpu", "__bool__", "__float__", "__int__")
 """Methods of a tensor for whose values the host waits for the device."""
+
+Inputs: TypeAlias = list[tuple[torch.Size, torch.dtype, torch.device]]
 
 
 class Batches:
     """An iteration over a loader; it keeps no batch, so that none lives longer than without it."""
 
     def __init__(
-        self,
-        iterate: Callable[[], Iterator[Any]],
-        recorder: Recorder,
-        on_ask: Callable[[], None],
+        self, loader: Any, hooks: Hooks, iterate: Callable[[Any], Iterator[Any]] = iter
     ) -> None:
-        self._recorder = recorder
-        self._on_ask = on_ask
-        with recorder.phase("data_wait"):  # workers start
-            self._batches = iterate()
+        self._loader = loader
+        self._hooks = hooks
+        self._batches = hooks.start(loader, iterate)
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Any:
-        self._on_ask()
-        return _take_batch(self._recorder, self._batches, next)
+        return self._hooks.take_batch(next, self._batches, self._loader)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_batches":  # while this object is being unpickled
-            raise AttributeError(name)
-        return getattr(self._batches, name)
-
-
-def _take_batch(recorder: Recorder, iterator: Any, take: Callable[[Any], Any]) -> Any:
-    """Return an iterator's next batch, and note when the loop asked for it, and when it came."""
-    batch = None
-    recorder.ask(iterator)
-    try:
-        batch = take(iterator)
-        return batch
-    finally:
-        recorder.got(batch)
+        return getattr(self.__dict__.get("_batches"), name)
 
 
 class ModuleHook:
@@ -126,8 +95,6 @@ class Hooks:
         recorder: what they call.
         models: modules whose calls are forward passes; empty: they are looked for.
         optimizer: the one whose steps count; None: all.
-        has_loaders: whether torch's loaders say when the loop asks for a batch.
-        on_ask: called with a loader before it is asked for a batch, where ``has_loaders``.
     """
 
     def __init__(
@@ -136,58 +103,40 @@ class Hooks:
         *,
         models: Iterable[nn.Module] = (),
         optimizer: Any = None,
-        has_loaders: bool = False,
-        on_ask: Callable[[Any], None] = lambda _: None,
     ) -> None:
-        self._recorder = recorder
+        self.recorder = recorder
+        self.inputs = weakref.WeakKeyDictionary[nn.Module, Inputs]()
+        """Modules whose calls are forward passes, and what the last call was given, if tensors."""
+        self.on_ask: Callable[[Any], None] | None = None
+        """Called with a loader before it is asked for a batch."""
         # A trainer's wrapper, such as Accelerate's, has the optimiser that torch knows inside.
         self._optimizer = getattr(optimizer, "optimizer", optimizer)
         self._removals = contextlib.ExitStack()
         self._search = contextlib.ExitStack()
-        self._on_ask = on_ask
-        self._loaders = weakref.WeakKeyDictionary[Any, Any]()
-        self._modules = weakref.WeakSet[nn.Module]()
         self._is_searching = False
-        self._num_searches = 0
-        self._sizes: dict[int, int] = {}
-        self._depth = 0
-        self._searches_until = _SEARCHED_STEPS
+        self._num_searched = 0
+        self._loaders = weakref.WeakKeyDictionary[Any, Any]()
         for model in models:
             self._listen_to(model)
-        if not self._modules:
+        if not self.inputs:
             self._start_search()
-
-        def before_update(optimizer: Any, *_: Any) -> None:
-            if self._optimizer in (None, optimizer):
-                recorder.enter("optimiser")
-
-        def after_update(optimizer: Any, *_: Any) -> None:
-            if self._optimizer in (None, optimizer):
-                recorder.call(self._end_update)
-
-        for handle in (
-            register_optimizer_step_pre_hook(before_update),
-            register_optimizer_step_post_hook(after_update),
-        ):
-            self._removals.callback(handle.remove)
-        self._replace(torch.autograd, "backward", self._go_backward)
+        begin_update = functools.partial(self._note_update, recorder.enter, "optimiser")
+        end_update = functools.partial(self._note_update, recorder.call, self._end_update)
+        self._removals.callback(register_optimizer_step_pre_hook(begin_update).remove)
+        self._removals.callback(register_optimizer_step_post_hook(end_update).remove)
+        self.replace(torch.autograd, "backward", self._go_backward)
         self.listen(torch, "save", "checkpoint")
         self.listen(logging.Logger, "handle", "logging")
-        self._replace(nn.Module, "train", self._set_mode)
+        self.replace(nn.Module, "train", self._set_mode)
         if dist.is_available():
-            for name in _COLLECTIVES:
-                self.listen(dist, name, "all_reduce")
+            for name, function in list(vars(dist).items()):
+                if _COLLECTIVES.match(name) and callable(function):
+                    self.listen(dist, name, "all_reduce")
             self.listen(dist.Work, "wait", "all_reduce")
-        if has_loaders:
-            self.listen(DataLoader, "__iter__", "iterator")
-            self.listen(torch_loaders._BaseDataLoaderIter, "__next__", "batch")  # noqa: SLF001
+        self.listen(DataLoader, "__iter__", "iterator")
+        self.listen(torch_loaders._BaseDataLoaderIter, "__next__", "batch")  # noqa: SLF001
         gc.callbacks.append(recorder.collected)
         self._removals.callback(gc.callbacks.remove, recorder.collected)
-
-    @property
-    def modules(self) -> list[nn.Module]:
-        """Modules whose calls are forward passes."""
-        return list(self._modules)
 
     def remove(self) -> None:
         """Leave torch as it was."""
@@ -200,24 +149,21 @@ class Hooks:
         ``role``: the phase that they are; "iterator", a loader makes one that says itself when it
         is asked for a batch; "batches", it makes another one; "batch", an iterator gives one.
         """
-        roles = {"iterator": self._make_iterator, "batches": self._iterate, "batch": self._next}
-        self._replace(owner, name, roles.get(role) or functools.partial(self._call_in_phase, role))
+        calls: dict[str, Callable[..., Any]] = {
+            "iterator": self._iterate,
+            "batches": self._wrap,
+            "batch": self.take_batch,
+        }
+        self.replace(owner, name, calls.get(role) or functools.partial(self._call_in_phase, role))
 
-    def call_before(self, owner: Any, name: str, call: Callable[[], Any]) -> None:
-        """Make a call before each call of a function."""
-
-        def call_both(original: Any, /, *args: Any, **kwargs: Any) -> Any:
-            call()
-            return original(*args, **kwargs)
-
-        self._replace(owner, name, call_both)
-
-    def _replace(self, owner: Any, name: str, call: Callable[..., Any]) -> None:
+    def replace(self, owner: Any, name: str, call: Callable[..., Any]) -> None:
         """Have ``call`` called in place of a function, with it and its arguments."""
         original = getattr(owner, name)
 
         @functools.wraps(original)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return original(*args, **kwargs)
             return call(original, *args, **kwargs)
 
         def restore() -> None:
@@ -227,70 +173,85 @@ class Hooks:
         setattr(owner, name, wrapped)
         self._removals.callback(restore)
 
+    def start(self, loader: Any, iterate: Callable[[Any], Iterator[Any]]) -> Iterator[Any]:
+        """Return an iterator over a loader, whose workers start."""
+        num_workers = getattr(loader, "num_workers", 0)
+        if isinstance(num_workers, int):
+            self.recorder.num_workers = max(self.recorder.num_workers, num_workers)
+        with self.recorder.phase("data_wait"):
+            return iterate(loader)
+
+    def take_batch(self, take: Callable[[Any], Any], iterator: Any, loader: Any = None) -> Any:
+        """Return an iterator's next batch, and note when the loop asked for it, and when it
+        came.
+        """
+        batch = None
+        if self.on_ask is not None:
+            self.on_ask(self._loaders.get(iterator) if loader is None else loader)
+        self.recorder.ask(iterator)
+        try:
+            batch = take(iterator)
+            return batch
+        finally:
+            self.recorder.got(batch)
+
+    def _iterate(self, original: Any, /, loader: Any) -> Any:
+        iterator = self.start(loader, original)
+        self._loaders[iterator] = loader
+        return iterator
+
+    def _wrap(self, original: Any, /, loader: Any) -> Any:
+        return Batches(loader, self, original)
+
     def _call_in_phase(self, phase: str, original: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or not self._recorder.is_recording:
-            return original(*args, **kwargs)
-        with self._recorder.phase(phase):
+        with self.recorder.phase(phase):
             return original(*args, **kwargs)
 
     def _go_backward(self, original: Any, /, tensors: Any, *args: Any, **kwargs: Any) -> Any:
         # Before what waits for other ranks, the last gradient is computed.
-        roots = (tensors,) if isinstance(tensors, torch.Tensor) else tensors
-        has_ranks = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        has_ranks &= not torch.compiler.is_compiling() and isinstance(roots, tuple | list)
-        root = next((entry for entry in roots if entry.requires_grad), None) if has_ranks else None
+        roots = tensors if isinstance(tensors, tuple | list) else (tensors,)
+        root = None
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            roots = [entry for entry in roots if isinstance(entry, torch.Tensor)]
+            root = next((entry for entry in roots if entry.requires_grad), None)
 
         def note(_: torch.Tensor) -> None:
             # The engine's own list of what to do at the end, in which DDP's wait comes later.
             engine = torch.autograd.Variable._execution_engine  # noqa: SLF001
-            engine.queue_callback(self._recorder.gradients_done)
+            engine.queue_callback(self.recorder.gradients_done)
 
-        handle = None if root is None else root.register_hook(note)
-        try:
+        with contextlib.ExitStack() as removals:
+            if root is not None:
+                removals.callback(root.register_hook(note).remove)
             return self._call_in_phase("backward", original, tensors, *args, **kwargs)
-        finally:
-            if handle is not None:
-                handle.remove()
 
     def _read(self, original: Any, /, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or not tensor.is_cuda:
-            return original(tensor, *args, **kwargs)
         asked_ns = time.monotonic_ns()
         value = original(tensor, *args, **kwargs)
-        self._recorder.synced(time.monotonic_ns() - asked_ns)
+        if tensor.is_cuda:
+            self.recorder.synced(time.monotonic_ns() - asked_ns)
         return value
 
     def _set_mode(self, original: Any, /, module: nn.Module, mode: bool = True) -> Any:
         # Evaluation may call another module, such as a copy with averaged weights.
-        if not mode and module not in self._modules and not self._is_searching:
-            self._recorder.call(self._start_search)
+        if not mode and module not in self.inputs and not self._is_searching:
+            self.recorder.call(self._start_search)
         return original(module, mode)
 
-    def _iterate(self, original: Any, /, loader: Any) -> Any:
-        self._recorder.note_workers(loader)
-        return Batches(lambda: original(loader), self._recorder, lambda: self._on_ask(loader))
-
-    def _make_iterator(self, original: Any, /, loader: Any) -> Any:
-        self._recorder.note_workers(loader)
-        with self._recorder.phase("data_wait"):  # workers start
-            iterator = original(loader)
-        self._loaders[iterator] = loader
-        return iterator
-
-    def _next(self, original: Any, /, iterator: Any) -> Any:
-        self._on_ask(self._loaders.get(iterator))
-        return _take_batch(self._recorder, iterator, original)
+    def _note_update(self, note: Any, entry: Any, optimizer: Any, *_: Any) -> None:
+        if self._optimizer in (None, optimizer):
+            note(entry)
 
     def _end_update(self) -> None:
-        recorder = self._recorder
+        recorder = self.recorder
         recorder.leave()
         recorder.updated()
-        if recorder.num_steps >= self._searches_until:
-            self._end_search()
-        is_lost = not recorder.has_forward and not self._is_searching
-        if is_lost and self._num_searches < _MAX_SEARCHES:
-            self._searches_until = recorder.num_steps + _SEARCHED_STEPS
-            self._num_searches += 1
+        if self._is_searching:
+            self._num_searched += 1
+            is_last = self._num_searched > _MAX_SEARCHED_STEPS
+            if is_last or self._num_searched % _SEARCHED_STEPS == 0:
+                self._end_search()
+        elif not recorder.has_forward and self._num_searched < _MAX_SEARCHED_STEPS:
             self._start_search()
 
     def _end_search(self) -> None:
@@ -299,59 +260,46 @@ class Hooks:
 
     def _start_search(self) -> None:
         """Look for outermost modules among all that are called."""
-        recorder = self._recorder
         self._search.close()
-        self._depth = 0
         self._is_searching = True
-
-        def before(module: nn.Module, _: Any) -> None:
-            if torch.compiler.is_compiling() or not recorder.is_idle:
-                return
-            if self._depth == 0 and module not in self._modules:
-                recorder.call(self._listen_to, module)
-                recorder.call(self._begin, module)  # in this call its own hook comes too late
-            self._depth += 1
-            if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:  # noqa: SLF001
-                # Compiled with hooks of all modules it would be compiled again without them.
-                self._end_search()
-
-        def after(*_: Any) -> None:
-            if not torch.compiler.is_compiling():
-                self._depth = max(0, self._depth - 1)
-
-        # Torch warns of hooks of all modules where one of them is compiled; see above.
+        # Torch warns of hooks of all modules where one of them is compiled; see below.
         warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there are")
-        self._search.callback(register_module_forward_pre_hook(before).remove)
-        self._search.callback(register_module_forward_hook(after, always_call=True).remove)
+        hook = ModuleHook(self.recorder, self._meet)
+        self._search.callback(register_module_forward_pre_hook(hook).remove)
 
-    def _begin(self, module: nn.Module, *_: Any) -> None:
-        is_training = module.training and torch.is_grad_enabled()
-        # DDP sends its buffers to all ranks before the module in it is called.
-        is_broadcast = isinstance(module, nn.parallel.DistributedDataParallel)
-        self._recorder.begin_forward(is_training, is_broadcast=is_broadcast)
+    def _meet(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Listen to a module that is called outside of all others."""
+        if not self.recorder.is_idle:
+            return
+        if module not in self.inputs:
+            self._listen_to(module)
+            self._begin(module, args)  # in this call its own hook comes too late
+        if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:  # noqa: SLF001
+            # Compiled with a hook of all modules it would be compiled again without it.
+            self._end_search()
+
+    def _begin(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        is_plain = all(isinstance(value, torch.Tensor) for value in args)
+        tensors = args if is_plain else ()
+        self.inputs[module] = [(value.shape, value.dtype, value.device) for value in tensors]
+        self.recorder.begin_forward(module.training and torch.is_grad_enabled())
 
     def _listen_to(self, module: nn.Module) -> None:
         """Note the calls of a module; those of another one inside it are a part of them."""
-        recorder = self._recorder
-        if len(self._modules) >= _MAX_MODULES:
+        recorder = self.recorder
+        if len(self.inputs) >= _MAX_MODULES:
             return
-        self._modules.add(module)
-        for parameter in module.parameters():
-            self._sizes[id(parameter)] = parameter.numel()
-            if parameter.is_cuda and recorder.device is None:
-                recorder.use_device(parameter.device)
-                for name in _READS:
-                    self._replace(torch.Tensor, name, self._read)
-        recorder.num_parameters = sum(self._sizes.values())
-        before = ModuleHook(recorder, self._begin)
-        after = ModuleHook(recorder, lambda *_: recorder.end_forward())
-        handles = [
-            module.register_forward_pre_hook(before, prepend=True),
-            module.register_forward_hook(after, always_call=True),
-        ]
+        self.inputs[module] = []
+        devices = [value.device for value in module.parameters() if value.is_cuda]
+        if devices and recorder.device is None:
+            recorder.use_device(devices[0])
+            for name in _READS:
+                self.replace(torch.Tensor, name, self._read)
+        sizes = {id(value): value.numel() for part in self.inputs for value in part.parameters()}
+        recorder.num_parameters = sum(sizes.values())
+        begin = ModuleHook(recorder, self._begin)
+        end = ModuleHook(recorder, lambda *_: recorder.end_forward())
+        self._removals.callback(module.register_forward_pre_hook(begin, prepend=True).remove)
+        self._removals.callback(module.register_forward_hook(end, always_call=True).remove)
         if isinstance(module, nn.parallel.DistributedDataParallel):
-            synced = ModuleHook(recorder, lambda *_: recorder.end_broadcast())
-            handles.append(module.module.register_forward_pre_hook(synced, prepend=True))
             self._listen_to(module.module)  # which evaluation often calls
-        for handle in handles:
-            self._removals.callback(handle.remove)

@@ -17,29 +17,27 @@ import resource
 import sys
 import time
 import warnings
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from threading import get_ident, get_native_id
-from typing import Any, BinaryIO, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
-from fuelrail.bench.measure.clock import NS_PER_MS, NS_PER_S
+from fuelrail.bench.measure.clock import NS_PER_MS, NS_PER_S, ThreadTimes, thread_times
 from fuelrail.bench.measure.machine import all_cpu_s
 from fuelrail.bench.measure.nvml import NvmlWatch
 from fuelrail.bench.measure.records import (
+    BUSY,
+    NAMED,
     PHASES,
     RankGpu,
     RankHeader,
     RankWriter,
-    StepDetails,
+    Record,
     StepRecord,
     rank_path,
 )
 from fuelrail.pipeline.runtime.host import usable_cpus
-
-BUSY: Final = ("forward", "backward", "optimiser")
-NAMED: Final = ("evaluation", "checkpoint", "logging")
-"""Parts of a step's other time."""
 
 # Gaps between two phases that belong to one: the loss is computed before backward, gradients are
 # clipped after it, and a model that is compiled with its hooks shows no forward pass. All other
@@ -50,8 +48,6 @@ _GAPS: Final = {
     ("backward", "optimiser"): "optimiser",
     ("all_reduce", "optimiser"): "optimiser",
 }
-_COPIES: Final = ("data_wait", "forward"), ("data_wait", "all_reduce")
-"""Gaps in which a batch is copied to a device, where the model is on one."""
 
 _MAX_MARKS: Final = 1024
 _MAX_PENDING: Final = 64
@@ -69,18 +65,8 @@ class _Mark(NamedTuple):
 
     phase: str
     ns: int
-    cpu_ns: int
-    queued_ns: int
+    thread: ThreadTimes
     event: Any
-
-
-class _Step(NamedTuple):
-    """A step whose events the device may not have passed."""
-
-    marks: list[_Mark]
-    epoch: int
-    num_samples: int
-    details: StepDetails
 
 
 def _guarded(method: Callable[..., None]) -> Callable[..., None]:
@@ -134,27 +120,22 @@ class Recorder:
         self._num_ignored = 0
         self._num_asking = 0
         self._batch_at = 0
+        self._batch_use = ""  # "evaluated", or with a backward pass "trained"
         self._epoch = 0
-        self._num_samples = 0
         self._num_batches = 0
-        self._details = StepDetails()  # of the step under way
-        self._is_trained = False
-        self._is_evaluated = False
+        self._record = _new_record()
         self._is_evaluating = False
         self._updated_at: int | None = None  # the mark at the step's last update
         self._was_updated = False
         self._is_after_pause = False
         self._collecting_since_ns = 0
-        self._pending: deque[_Step] = deque()
+        self._lock_ns = 0
+        self._pending = deque[tuple[StepRecord, list[_Mark]]](maxlen=_MAX_PENDING)
         self._device_ns = 0
         self._sum: StepRecord | None = None
-        self._has_host_cpu = usable_cpus() == os.cpu_count()
         self._files = contextlib.ExitStack()
-        self._statistics: BinaryIO | None = None
-        with contextlib.suppress(OSError):  # of this thread; another system has none
-            opened = Path("/proc/thread-self/schedstat").open("rb", buffering=0)  # noqa: SIM115
-            self._statistics = self._files.enter_context(opened)
-        self._cpu = self._read_cpu()
+        self._record_event: Callable[[], Any] = lambda: None
+        self._totals = self._read_totals()
         os.register_at_fork(after_in_child=self.stop)
 
     def stop(self) -> None:
@@ -170,17 +151,15 @@ class Recorder:
         except RuntimeWarning:  # where warnings are errors
             sys.stderr.write(f"fuelrail: {text}\n")
 
-    def note_workers(self, loader: Any) -> None:
-        """Note how many workers a loader has, where it says so."""
-        num_workers = getattr(loader, "num_workers", 0)
-        if isinstance(num_workers, int):
-            self.num_workers = max(self.num_workers, num_workers)
-
     def use_device(self, device: Any) -> None:
         """Time phases by events of a CUDA device (``torch.device``) from the next step on."""
+        from fuelrail.bench.measure.cuda import record_event
+
         self.device = device
+        self._record_event = record_event
         self._marks.clear()
         if self.folder is not None:  # else the loop watches its GPUs itself
+            self.gaps = self.gaps | {("data_wait", "forward"): "host_to_device"}
             self._gpu = self._files.enter_context(NvmlWatch(1, first=device.index))
 
     @_guarded
@@ -193,29 +172,29 @@ class Recorder:
             return
         queue = getattr(batches, "_data_queue", None)  # of torch's iterator with workers
         if queue is not None:
-            self._details.num_counted += 1
-            self._details.num_idle += queue.qsize() >= batches._tasks_outstanding  # noqa: SLF001
+            self._record.details.num_counted += 1
+            self._record.details.num_idle += queue.qsize() >= batches._tasks_outstanding  # noqa: SLF001
         # What an exception has left open.
         self._stack.clear()
         self._num_ignored = 0
         if not self._marks:
             self._mark("")
-        elif self._is_evaluating:
-            self._end_evaluation()
-        elif self._is_evaluated and not self._is_trained:
+        elif self._batch_use == "evaluated" and not self._is_evaluating:
             # The batch was only evaluated, so its wait was part of that.
             del self._marks[self._batch_at + 1 :]
             self._end_evaluation()
+        elif self._is_evaluating:
+            self._end_evaluation()
         else:
             self._mark("other")
+        is_trained = self._batch_use == "trained"
         is_batch = not self._was_updated and self._num_batches >= _STEPS_ARE_BATCHES
-        is_over = len(self._marks) >= _MAX_MARKS or (is_batch and self._is_trained)
+        is_over = len(self._marks) >= _MAX_MARKS or (is_batch and is_trained)
         if self.folder is not None and (is_over or self._updated_at is not None):
             self._close(self._updated_at)
         self._write_passed()
         self._batch_at = len(self._marks) - 1
-        self._is_evaluated = False
-        self._is_trained = False
+        self._batch_use = ""
         self._stack.append("data_wait")
 
     @_guarded
@@ -229,34 +208,26 @@ class Recorder:
             self._epoch += 1
         else:
             self._num_batches += 1
-            self._num_samples += num_rows(batch)
+            self._record.num_samples += num_rows(batch)
 
     @_guarded
-    def begin_forward(self, is_training: bool, is_broadcast: bool = False) -> None:
-        """Note that an outermost module is called; ``is_broadcast``: it waits for ranks first.
+    def begin_forward(self, is_training: bool) -> None:
+        """Note that an outermost module is called.
 
         ``is_training``: with gradients and in training mode. Other forward passes are evaluation
         if their batch sees no backward pass, or has had it.
         """
         is_closure = is_training and self._stack == ["optimiser"]  # the step of an optimiser calls
-        if (self._stack and not is_closure) or (self._is_evaluating and not is_training):
-            self._num_ignored += 1  # a part of another phase
-            return
-        if not is_training and self._is_trained:
-            self._is_evaluating = True
+        is_part = bool(self._stack) and not is_closure
+        if not is_part and not is_training:
+            self._is_evaluating |= self._batch_use == "trained"
+        if is_part or (self._is_evaluating and not is_training):
             self._num_ignored += 1
             return
         if not is_training:
-            self._is_evaluated = True
+            self._batch_use = "evaluated"
         self.has_forward = True
-        self.enter("all_reduce" if is_broadcast else "forward")
-
-    @_guarded
-    def end_broadcast(self) -> None:
-        """Note that a module that waited for ranks begins its forward pass."""
-        if self._stack[-1:] == ["all_reduce"]:
-            self.leave()
-            self._stack.append("forward")
+        self.enter("forward")
 
     @_guarded
     def end_forward(self) -> None:
@@ -271,21 +242,18 @@ class Recorder:
         """Begin a phase; one inside another interrupts it."""
         if not self._marks:
             self._mark("")
-        elif self._stack == ["optimiser"]:
-            self._mark(self.gaps.get((self._last, phase), "optimiser"))
+        elif self._stack in ([], ["optimiser"]) and not self._is_evaluating:
+            outer = self._stack[0] if self._stack else "other"
+            self._mark(self.gaps.get((self._last, phase), outer))
         elif self._stack:
             self._mark(self._stack[-1])
-        elif self._is_evaluating and phase == "all_reduce":  # of a metric
+        elif phase == "all_reduce":  # of a metric
             phase = "evaluation"
-        elif self._is_evaluating:
-            self._end_evaluation()
         else:
-            gap = (self._last, phase)
-            is_copy = self.device is not None and gap in _COPIES
-            self._mark("host_to_device" if is_copy else self.gaps.get(gap, "other"))
+            self._end_evaluation()
         self._stack.append(phase)
         if phase == "backward":
-            self._is_trained = True
+            self._batch_use = "trained"
 
     @_guarded
     def leave(self) -> None:
@@ -333,7 +301,7 @@ class Recorder:
 
     def synced(self, host_ns: int) -> None:
         """Note that the host has waited for a value of the device."""
-        self._details.sync_ns += host_ns
+        self._record.details.sync_ns += host_ns
 
     def collected(self, phase: str, _: Any) -> None:
         """Count garbage collection; an entry of ``gc.callbacks``."""
@@ -341,28 +309,32 @@ class Recorder:
         if phase == "start":
             self._collecting_since_ns = now_ns
         elif self._collecting_since_ns:
-            self._details.collector_ns += now_ns - self._collecting_since_ns
+            self._record.details.collector_ns += now_ns - self._collecting_since_ns
 
     @property
     def is_idle(self) -> bool:
         """Whether the loop is in none of the phases that have begun, or in an optimiser's closure."""
-        is_outside = self._stack in ([], ["optimiser"])
+        is_outside = self._stack in ([], ["optimiser"]) and not self._num_ignored
         return self.is_recording and is_outside and get_ident() == self.thread
 
     def take_step(self) -> StepRecord:
         """End the step here, wait for the device, and return the record."""
         self._mark("other")
         self._close(None)
-        step = self._pending.pop()
-        last = step.marks[-1].event
-        if last is not None:
-            last.synchronize()
-        return self._record_of(step)
+        record, marks = self._pending.pop()
+        if marks[-1].event is not None:
+            marks[-1].event.synchronize()
+        return self._timed(record, marks)
 
     @property
     def is_at_border(self) -> bool:
         """Whether the loop has made a step's update, and nothing of the next step."""
         return self.is_idle and self._updated_at is not None and not self._is_evaluating
+
+    def write(self, record: Record) -> None:
+        """Append a record to the rank's file, once it is open."""
+        if self._writer is not None:
+            self._writer.write(record)
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
@@ -376,7 +348,7 @@ class Recorder:
             yield
         finally:
             self._marks.clear()
-            self._cpu = self._read_cpu()
+            self._totals = self._read_totals()
             self._is_after_pause = True
             self.is_recording = True
 
@@ -386,35 +358,21 @@ class Recorder:
             if self.is_recording and self._updated_at is not None and self._marks:
                 self._close(self._updated_at)
             self._write_passed()
-            if self._sum is not None and self._writer is not None:
-                self._writer.write(self._sum)
-                self._sum = None
-            if self._gpu is not None and self._writer is not None:
+            if self._sum is not None:
+                self.write(self._sum)
+            if self._gpu is not None:
                 self._gpu.__exit__()
-                uses = self._gpu.use()
-                if uses:
-                    self._writer.write(RankGpu(use=uses[0]))
+                for use in self._gpu.use() or ():
+                    self.write(RankGpu(use=use))
         except Exception as error:  # noqa: BLE001 - see _guarded
             self.fail(error)
         self.stop()
+        self._sum = self._gpu = self._writer = None
         self._files.close()
 
     def _mark(self, phase: str) -> None:
-        event = None
-        if self.device is not None:
-            import torch
-
-            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            event.record()
-        self._marks.append(
-            _Mark(
-                phase=phase,
-                ns=time.monotonic_ns(),
-                cpu_ns=time.thread_time_ns(),
-                queued_ns=self._read_queued(),
-                event=event,
-            )
-        )
+        mark = _Mark(phase, time.monotonic_ns(), thread_times(), self._record_event())
+        self._marks.append(mark)
 
     def _end_evaluation(self) -> None:
         self._is_evaluating = False
@@ -425,177 +383,165 @@ class Recorder:
     def _close(self, end: int | None) -> None:
         """End the step at a mark, with which the next one begins; None: at the last one."""
         end = len(self._marks) - 1 if end is None else end
-        details = self._details
-        self._details = StepDetails()
-        if self._marks[-1].ns - self._cpu["cpu_wall_ns"] >= _CPU_EVERY_NS:
-            before = self._cpu
-            self._cpu = self._read_cpu()
-            for name, total in self._cpu.items():
-                setattr(details, name, max(0, total - before[name]))
-            details.memory_bytes = self._cpu["memory_bytes"]
-            # What the thread waits for Python's lock, which it needs after a sleep.
-            queued_ns = self._read_queued()
-            asked_ns = time.monotonic_ns()
-            time.sleep(_NAP_S)
-            waited_ns = time.monotonic_ns() - asked_ns - round(_NAP_S * NS_PER_S)
-            details.lock_ns = max(0, waited_ns - (self._read_queued() - queued_ns))
-            if self.device is not None:
-                import torch
-
-                details.device_bytes = torch.cuda.memory_allocated(self.device)
-        step = _Step(
-            marks=self._marks[: end + 1],
-            epoch=self._epoch,
-            num_samples=self._num_samples,
-            details=details,
-        )
+        if self._marks[-1].ns - self._totals["cpu_wall_ns"] >= _CPU_EVERY_NS:
+            before = self._totals
+            self._totals = self._read_totals()
+            for name, total in self._totals.items():
+                is_level = name.endswith("_bytes")
+                growth = total if is_level else max(0, total - before[name])
+                setattr(self._record.details, name, growth)
+        self._record.epoch = self._epoch
+        self._record.start_ns = self._marks[0].ns
         if not self._is_after_pause:
-            self._pending.append(step)
-        self._is_after_pause = False
-        if len(self._pending) > _MAX_PENDING:
-            self._pending.popleft()
+            self._pending.append((self._record, self._marks[: end + 1]))
+        self._record = _new_record()
         self._marks = self._marks[end:]
-        self._num_samples = 0
         self._updated_at = None
+        self._is_after_pause = False
         self.has_forward = False
 
     def _write_passed(self) -> None:
         """Write the steps whose marks the device has passed."""
         while self._pending:
-            event = self._pending[0].marks[-1].event
-            if event is not None and not event.query():
+            record, marks = self._pending[0]
+            if marks[-1].event is not None and not marks[-1].event.query():
                 return
-            step = self._pending.popleft()
+            self._pending.popleft()
             if self._writer is None:
-                import torch
-
-                assert self.folder is not None
-                self.folder.mkdir(parents=True, exist_ok=True)
-                writer = RankWriter(rank_path(self.folder, self.rank))
-                self._writer = self._files.enter_context(writer)
-                backend = None
-                if torch.distributed.is_available() and torch.distributed.is_initialized():
-                    backend = torch.distributed.get_backend()
-                device = f"CPU, {torch.get_num_threads()} threads"
-                if self.device is not None:
-                    device = torch.cuda.get_device_name(self.device)
-                header = RankHeader(
-                    device=device,
-                    backend=backend,
-                    num_parameters=self.num_parameters,
-                    world=self.world,
-                    num_workers=self.num_workers,
-                )
-                self._writer.write(header)
-            record = self._record_of(step)
-            self._sum = record if self._sum is None else _add(self._sum, record)
+                self._writer = self._open_file()
+            self._timed(record, marks)
+            if self._sum is not None:
+                _add_earlier(self._sum, record)
+                _add_earlier(self._sum.details, record.details)
+                record.start_ns = self._sum.start_ns
+                record.end_ns = self._device_ns
+            self._sum = record
             stride = 1 << (record.step // _NUM_RECORDS).bit_length()
             if (record.step + 1) % stride == 0:
-                self._writer.write(self._sum)
+                self.write(record)
                 self._sum = None
 
-    def _record_of(self, step: _Step) -> StepRecord:
-        durations: dict[str, Any] = dict.fromkeys((*PHASES, *NAMED), 0)
-        cpu_ns = dict.fromkeys(durations, 0)
-        queued_ns = dict.fromkeys(durations, 0)
-        launch_ns = 0
-        for before, after in itertools.pairwise(step.marks):
-            host_ns = after.ns - before.ns
-            if before.event is None or after.event is None:
-                duration_ns = host_ns
-            else:
-                duration_ns = round(before.event.elapsed_time(after.event) * NS_PER_MS)
-                launch_ns += host_ns if after.phase in BUSY else 0
-            durations[after.phase] += duration_ns
-            cpu_ns[after.phase] += after.cpu_ns - before.cpu_ns
-            queued_ns[after.phase] += after.queued_ns - before.queued_ns
-        for part in NAMED:
-            durations["other"] += durations[part]
-            setattr(step.details, f"{part}_ns", durations.pop(part))
-        step.details.data_cpu_ns = cpu_ns["data_wait"]
-        step.details.data_queued_ns = queued_ns["data_wait"]
-        is_host = self.device is None
-        start_ns = step.marks[0].ns
-        # The device's own time, which runs behind the host's by a step or more.
-        start_ns = start_ns if is_host else self._device_ns or start_ns
-        self._device_ns = start_ns + sum(durations.values())
-        busy_ns = sum(durations[phase] for phase in BUSY)
-        busy_cpu_ns = busy_queued_ns = 0
-        if is_host:
-            busy_cpu_ns = min(busy_ns, sum(cpu_ns[phase] for phase in BUSY))
-            waited_ns = sum(queued_ns[phase] for phase in BUSY)
-            busy_queued_ns = min(busy_ns - busy_cpu_ns, waited_ns)
-        self.num_steps += 1
-        return StepRecord(
-            step=self.num_steps - 1,
-            epoch=step.epoch,
-            num_samples=step.num_samples,
-            num_images=0,
-            loss=None,
-            start_ns=start_ns,
-            end_ns=self._device_ns,
-            device_busy_ns=busy_ns,
-            cpu_ns=busy_cpu_ns,
-            queued_ns=busy_queued_ns,
-            launch_ns=launch_ns,
-            details=step.details,
-            **{f"{phase}_ns": duration_ns for phase, duration_ns in durations.items()},
+    def _open_file(self) -> RankWriter:
+        import torch
+        import torch.distributed as dist
+
+        assert self.folder is not None
+        self.folder.mkdir(parents=True, exist_ok=True)
+        writer = self._files.enter_context(RankWriter(rank_path(self.folder, self.rank)))
+        device = f"CPU, {torch.get_num_threads()} threads"
+        if self.device is not None:
+            device = torch.cuda.get_device_name(self.device)
+        has_backend = dist.is_available() and dist.is_initialized()
+        writer.write(
+            RankHeader(
+                device=device,
+                backend=dist.get_backend() if has_backend else None,
+                num_parameters=self.num_parameters,
+                world=self.world,
+                num_workers=self.num_workers,
+            )
         )
+        return writer
 
-    def _read_queued(self) -> int:
-        """Return what the trainer's thread stood in the queue for a CPU [ns]."""
-        if self._statistics is None:
-            return 0
-        return int(os.pread(self._statistics.fileno(), 64, 0).split()[1])
+    def _timed(self, record: StepRecord, marks: list[_Mark]) -> StepRecord:
+        """Return a record with what its marks say, of which the device has passed the last one."""
+        durations = Counter[str]()
+        cpu_ns = Counter[str]()
+        queued_ns = Counter[str]()
+        for before, after in itertools.pairwise(marks):
+            duration_ns = after.ns - before.ns
+            if before.event is not None and after.event is not None:
+                record.launch_ns += duration_ns if after.phase in BUSY else 0
+                duration_ns = round(before.event.elapsed_time(after.event) * NS_PER_MS)
+            durations[after.phase] += duration_ns
+            cpu_ns[after.phase] += after.thread.cpu_ns - before.thread.cpu_ns
+            queued_ns[after.phase] += after.thread.queued_ns - before.thread.queued_ns
+        record.details.data_cpu_ns = cpu_ns["data_wait"]
+        record.details.data_queued_ns = queued_ns["data_wait"]
+        for part in NAMED:
+            setattr(record.details, f"{part}_ns", durations[part])
+            durations["other"] += durations[part]
+        for phase in PHASES:
+            setattr(record, f"{phase}_ns", durations[phase])
+        busy_ns = sum(durations[phase] for phase in BUSY)
+        if self.device is None:
+            record.cpu_ns = min(busy_ns, sum(cpu_ns[phase] for phase in BUSY))
+            waited_ns = sum(queued_ns[phase] for phase in BUSY)
+            record.queued_ns = min(busy_ns - record.cpu_ns, waited_ns)
+        elif self._device_ns:
+            record.start_ns = self._device_ns  # the device runs behind the host by a step or more
+        self._device_ns = record.start_ns + sum(durations[phase] for phase in PHASES)
+        record.device_busy_ns = busy_ns
+        record.end_ns = self._device_ns
+        record.step = self.num_steps
+        self.num_steps += 1
+        return record
 
-    def _read_cpu(self) -> dict[str, int]:
+    def _read_totals(self) -> dict[str, int]:
         """Return the totals so far whose growth is in `StepDetails`, and the memory that is held."""
-        ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-        workers_s = ended.ru_utime + ended.ru_stime
+        # What the thread waits for Python's lock, which it needs after a sleep.
+        queued_ns = thread_times().queued_ns
+        asked_ns = time.monotonic_ns()
+        time.sleep(_NAP_S)
+        waited_ns = time.monotonic_ns() - asked_ns - round(_NAP_S * NS_PER_S)
+        self._lock_ns += max(0, waited_ns - (thread_times().queued_ns - queued_ns))
+        workers_s = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])  # that ended
         workers_queued_ns = 0
         threads_queued_ns = 0
         num_pages = 0
         with contextlib.suppress(OSError):  # one that has just ended, or another system
-            for thread in Path("/proc/self/task").iterdir():
-                threads_queued_ns += int((thread / "schedstat").read_text().split()[1])
-            num_pages += int(Path("/proc/self/statm").read_text().split()[1])
-            children = Path(f"/proc/self/task/{get_native_id()}/children").read_text()
-            for child in children.split():
-                num_pages += int(Path(f"/proc/{child}/statm").read_text().split()[1])
-                fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
-                workers_s += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
-                workers_queued_ns += int(Path(f"/proc/{child}/schedstat").read_text().split()[1])
-        host_s = (all_cpu_s() or 0.0) if self._has_host_cpu else 0.0
+            own = Path("/proc/self")
+            for task in (own / "task").iterdir():
+                threads_queued_ns += int(_fields(task / "schedstat")[1])
+            num_pages += int(_fields(own / "statm")[1])
+            for child in _fields(own / f"task/{get_native_id()}/children"):
+                worker = Path("/proc", child)
+                num_pages += int(_fields(worker / "statm")[1])
+                workers_s += sum(map(int, _fields(worker / "stat")[11:15])) / os.sysconf(
+                    "SC_CLK_TCK"
+                )
+                workers_queued_ns += int(_fields(worker / "schedstat")[1])
+        device_bytes = 0
+        if self.device is not None:
+            import torch
+
+            device_bytes = torch.cuda.memory_allocated(self.device)
+        thread = thread_times()
+        is_whole_host = usable_cpus() == os.cpu_count()
+        host_s = (all_cpu_s() or 0.0) if is_whole_host else 0.0
         return {
             "process_cpu_ns": time.process_time_ns(),
-            "trainer_cpu_ns": time.thread_time_ns(),
+            "trainer_cpu_ns": thread.cpu_ns,
             "workers_cpu_ns": round(workers_s * NS_PER_S),
             "host_cpu_ns": round(host_s * NS_PER_S),
-            "trainer_queued_ns": self._read_queued(),
+            "trainer_queued_ns": thread.queued_ns,
             "threads_queued_ns": threads_queued_ns,
             "workers_queued_ns": workers_queued_ns,
             "cpu_wall_ns": time.monotonic_ns(),
+            "lock_ns": self._lock_ns,
             "memory_bytes": num_pages * os.sysconf("SC_PAGE_SIZE"),
+            "device_bytes": device_bytes,
         }
 
 
-_SUMMED: Final = tuple(
-    name
-    for name in StepRecord.__struct_fields__
-    if (name.endswith("_ns") and name not in ("start_ns", "end_ns")) or name == "num_samples"
-)
+def _new_record() -> StepRecord:
+    return StepRecord(step=0, epoch=0, num_samples=0, start_ns=0)
 
 
-def _add(total: StepRecord, record: StepRecord) -> StepRecord:
-    """Return one record of the steps of two, the second of which follows the first."""
-    for name in _SUMMED:
-        setattr(record, name, getattr(total, name) + getattr(record, name))
-    record.start_ns = total.start_ns
-    for name in StepDetails.__struct_fields__:
-        before = getattr(total.details, name)
-        now = getattr(record.details, name)
-        setattr(record.details, name, now or before if name.endswith("_bytes") else before + now)
-    return record
+def _fields(path: Path) -> list[str]:
+    """Return the fields of a file in /proc, without the name of a process."""
+    return path.read_text().rpartition(")")[2].split()
+
+
+def _add_earlier(earlier: Any, later: Any) -> None:
+    """Add what a record, or its details, says of the steps before to that of the steps after."""
+    for name in later.__struct_fields__:
+        before = getattr(earlier, name)
+        now = getattr(later, name)
+        if name.endswith("_bytes"):
+            setattr(later, name, now or before)
+        elif name.endswith("_ns") or name.startswith("num_"):
+            setattr(later, name, before + now)
 
 
 def num_rows(batch: Any) -> int:

@@ -7,11 +7,15 @@ one at the end, and last a :class:`RankEnd`, or a :class:`RankFailure`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Final, Literal, Self
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
+from fuelrail.bench.measure.display import display
 from fuelrail.bench.measure.nvml import GpuUse
 from fuelrail.pipeline.runtime.stages import StageClock
 
@@ -25,6 +29,9 @@ PHASES = (
     "optimiser",
     "other",
 )
+BUSY: Final = ("forward", "backward", "optimiser")
+NAMED: Final = ("evaluation", "checkpoint", "logging")
+"""Parts of a step's other time."""
 
 _ENCODER = msgspec.json.Encoder()
 
@@ -130,12 +137,12 @@ class StepRecord(DeviceTimes, kw_only=True, tag="step"):
     step: int
     epoch: int
     num_samples: int
-    num_images: int
-    loss: float | None
+    num_images: int = 0
+    loss: float | None = None
     start_ns: int
-    end_ns: int
-    data_wait_ns: int
-    other_ns: int
+    end_ns: int = 0
+    data_wait_ns: int = 0
+    other_ns: int = 0
     padding: float | None = None
     sums: dict[str, tuple[int, float, float]] = {}
     details: StepDetails = msgspec.field(default_factory=StepDetails)
@@ -149,6 +156,28 @@ class StepRecord(DeviceTimes, kw_only=True, tag="step"):
         """Time of one of ``PHASES``."""
         value: int = getattr(self, f"{phase}_ns")
         return value
+
+
+_COLUMNS: Final = tuple(
+    name
+    for name in (*StepRecord.__struct_fields__, "wall_ns")
+    if name.endswith("_ns") or name in ("step", "epoch", "num_samples")
+)
+
+
+def step_table(ranks: Iterable[Sequence[StepRecord]]) -> NDArray[np.void]:
+    """Return the numbers of ranks' steps, as many of each rank: (ranks, steps), a column of
+    float64 for each field of a record and of its details, and ``wall_ns``.
+    """
+    rows = [
+        [
+            (*(getattr(step, name) for name in _COLUMNS), *msgspec.structs.astuple(step.details))
+            for step in steps
+        ]
+        for steps in ranks
+    ]
+    names = (*_COLUMNS, *StepDetails.__struct_fields__)
+    return np.array(rows, [(name, np.float64) for name in names])
 
 
 class StageSnapshot(msgspec.Struct, frozen=True, kw_only=True, tag="stages"):
@@ -247,6 +276,32 @@ class RankGpu(msgspec.Struct, frozen=True, kw_only=True, tag="gpu"):
     use: GpuUse
 
 
+class Remedy(msgspec.Struct, frozen=True, kw_only=True):
+    """A change that was tried, the line to change, the step's time with it, and the share of the
+    step that it saves with the ends of its 95 % interval.
+    """
+
+    name: Annotated[str, display("remedy")]
+    line: Annotated[str, display("line to change")]
+    step_ms: Annotated[float, display("step", unit="ms")]
+    gain: Annotated[float, display("saves of the step", digits=".1%")]
+    low: Annotated[float, display("at least", digits=".1%")]
+    high: Annotated[float, display("at most", digits=".1%")]
+
+    def as_text(self) -> str:
+        """Return the remedy in a line."""
+        ends = f"{self.low:.1%} to {self.high:.1%}"
+        if self.low <= 0 <= self.high:
+            return f"saves nothing certain ({ends}): {self.line}"
+        return f"saves {self.gain:.1%} of the step ({ends}): {self.line}"
+
+
+class RankRemedies(msgspec.Struct, frozen=True, kw_only=True, tag="remedies"):
+    """What was tried on a watched rank; best first."""
+
+    remedies: list[Remedy]
+
+
 class RankFailure(msgspec.Struct, frozen=True, kw_only=True, tag="failure"):
     """Reason why a rank ended early, in one sentence, and the time on the host's monotonic clock.
 
@@ -269,6 +324,7 @@ Record = (
     | CheckpointRestore
     | RankEnd
     | RankGpu
+    | RankRemedies
     | RankFailure
 )
 _DECODER = msgspec.json.Decoder(Record)
@@ -311,6 +367,7 @@ class RankLog(msgspec.Struct, kw_only=True):
     restored: CheckpointRestore | None = None
     end: RankEnd | None = None
     gpu: GpuUse | None = None
+    remedies: list[Remedy] | None = None
     failure: RankFailure | None = None
 
 
@@ -337,6 +394,8 @@ def read_rank(path: Path) -> RankLog:
                 log.saves.append(record)
             case RankGpu():
                 log.gpu = record.use
+            case RankRemedies():
+                log.remedies = record.remedies
             case _:
                 setattr(log, _FIELDS[type(record)], record)
     return log

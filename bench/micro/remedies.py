@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,9 +32,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 
 import fuelrail as fr
 from fuelrail.bench.measure.machine import CpuWatch, machine_facts
-from fuelrail.bench.measure.records import rank_path, read_rank
-from fuelrail.bench.studies.watch.remedies import SECONDS, OneThread
-from fuelrail.bench.studies.watch.report import RECORDS, remedies_path
+from fuelrail.bench.measure.records import Remedy, rank_path, read_rank
+from fuelrail.bench.studies.watch.remedies import SECONDS, start_one_thread
+from fuelrail.bench.studies.watch.report import RECORDS
 from fuelrail.pipeline.transforms.image import ImageAugment
 
 CASES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
@@ -138,7 +139,7 @@ def make_loader(case: str, folder: Path, *, is_applied: bool) -> Any:
     if is_applied and value:
         options[name] = value == "True" or int(value)
     if is_applied and remedy == "one thread":
-        options["worker_init_fn"] = OneThread(None)
+        options["worker_init_fn"] = partial(start_one_thread, None)
     if case == "workers that start each epoch":
         options["worker_init_fn"] = start_slowly
     if case == "slow reads of a stream":
@@ -152,7 +153,9 @@ def start_slowly(_: int) -> None:
     sleep(0.2)
 
 
-def train(case: str, folder: Path, *, is_applied: bool, is_tried: bool) -> tuple[float, list[Any]]:
+def train(
+    case: str, folder: Path, *, is_applied: bool, is_tried: bool
+) -> tuple[float, list[Remedy]]:
     """Train some steps; return the mean step [ms], and the remedies that were tried in between."""
     torch.manual_seed(0)
     width = 32 if case == "convolutions" else 8
@@ -178,10 +181,9 @@ def train(case: str, folder: Path, *, is_applied: bool, is_tried: bool) -> tuple
                 sleep(0.015)  # what an accelerator would take, for which the host waits
         records = Path(out) / RECORDS
         watched.finish()
-        steps = read_rank(rank_path(records, 0)).steps[_WARM_UP:]
-        file = remedies_path(records, 0)
-        remedies = json.loads(file.read_text()) if file.exists() else []
-    return float(np.mean([step.wall_ns for step in steps])) / 1e6, remedies
+        log = read_rank(rank_path(records, 0))
+    steps_ns = [step.wall_ns for step in log.steps[_WARM_UP:]]
+    return float(np.mean(steps_ns)) / 1e6, log.remedies or []
 
 
 def compare(case: str, folder: Path) -> dict[str, Any]:
@@ -194,15 +196,15 @@ def compare(case: str, folder: Path) -> dict[str, Any]:
         step_ms, _ = train(case, folder, is_applied=number % 2 == 1, is_tried=False)
         turns.append(step_ms)
     gain = 1 - sum(turns[1::2]) / sum(turns[::2])
-    prediction = next(entry for entry in tried if entry["name"] == remedy)
+    prediction = next(entry for entry in tried if entry.name == remedy)
     return {
         "case": case,
         "remedy": remedy,
         "steps_ms": turns,
-        "predicted": prediction["gain"],
-        "interval": [prediction["low"], prediction["high"]],
+        "predicted": prediction.gain,
+        "interval": [prediction.low, prediction.high],
         "made": gain,
-        "is_within_a_tenth": abs(prediction["gain"] - gain) <= 0.1,
+        "is_within_a_tenth": abs(prediction.gain - gain) <= 0.1,
     }
 
 

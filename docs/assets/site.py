@@ -31,7 +31,7 @@ from fuelrail import errors
 from fuelrail.bench.report.files import load_report_of
 from fuelrail.bench.studies.resume import session as resume
 from fuelrail.bench.studies.resume.session import ResumeReport
-from fuelrail.bench.studies.watch.judge import list_advice
+from fuelrail.bench.studies.watch.judge import ADVICE
 from fuelrail.pipeline.face import read_public_names
 from fuelrail.pipeline.limits import LIMITS
 from fuelrail.sharding.sources import registry
@@ -226,7 +226,7 @@ def resume_tables() -> str:
 
 def causes_table() -> str:
     """Return what a watch advises, by cause."""
-    rows = [f"| `{cause}` | {advice} |" for cause, advice in list_advice().items()]
+    rows = [f"| `{cause}` | {advice} |" for cause, advice in ADVICE.items()]
     return "\n".join(["| cause | what to do |", "|---|---|", *rows])
 
 

@@ -39,6 +39,7 @@ from fuelrail.loaders.witness.rows import Key, read_rows
 from fuelrail.loaders.witness.sketch import LARGE, Table
 from fuelrail.pipeline.errors import ConfigError, LedgerError, WitnessError
 from fuelrail.pipeline.limits import WITNESS
+from fuelrail.pipeline.runtime.host import stated_rank
 from fuelrail.pipeline.storage.files import published, read_regular
 
 OnFault: TypeAlias = Literal["warn", "raise", "ignore"]
@@ -136,15 +137,7 @@ class Witness:
                 timeout = timedelta(seconds=timeout_s)
                 self._group = dist.new_group(backend="gloo", timeout=timeout)
         else:
-            rank = os.environ.get("RANK", "0")
-            world = os.environ.get("WORLD_SIZE", "1")
-            if not (rank.isdecimal() and world.isdecimal() and int(rank) < int(world)):
-                raise ConfigError(
-                    f"RANK={rank} and WORLD_SIZE={world} in the environment must be integers, the "
-                    "rank from 0 and below the size"
-                )
-            self._rank = int(rank)
-            self._world = int(world)
+            self._rank, self._world = stated_rank()
         if hasattr(groups, "mesh_dim_names"):
             from fuelrail.loaders.distributed import DATA_AXES
 

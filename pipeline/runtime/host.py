@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from typing import Final
 
+from fuelrail.pipeline.errors import ConfigError
+
 _CGROUP: Final = Path("/sys/fs/cgroup")
 _OWN_CGROUPS: Final = Path("/proc/self/cgroup")
 _MEMINFO: Final = Path("/proc/meminfo")
@@ -92,6 +94,20 @@ def ranks_on_host() -> int:
     if stated.isdecimal():
         return max(1, int(stated))
     return 1
+
+
+def stated_rank() -> tuple[int, int]:
+    """Return the rank of this process and the number of ranks, as the launcher says (RANK,
+    WORLD_SIZE), else 0 of 1. Raises ConfigError.
+    """
+    rank = os.environ.get("RANK", "0")
+    world = os.environ.get("WORLD_SIZE", "1")
+    if not (rank.isdecimal() and world.isdecimal() and int(rank) < int(world)):
+        raise ConfigError(
+            f"RANK={rank} and WORLD_SIZE={world} in the environment must be integers, the rank "
+            "from 0 and below the size"
+        )
+    return int(rank), int(world)
 
 
 def default_num_workers() -> int:

@@ -13,7 +13,7 @@ import pytest
 
 import fuelrail as fr
 from fuelrail import __main__ as command_line
-from fuelrail.bench.studies.watch.judge import list_advice
+from fuelrail.bench.studies.watch.judge import ADVICE
 from fuelrail.loaders.records import batch_entries
 from fuelrail.pipeline.face import read_public_names
 from fuelrail.pipeline.limits import LIMITS
@@ -93,7 +93,7 @@ def test_pages_have_the_tables_that_are_made(site) -> None:
     assert "lightning-stateful exact exact exact crashes loses 96" in words_of("bench/RESULTS")
     assert "plain 2 slow storage storage, data wait INPUT_BOUND" in words_of("bench/RESULTS")
     occupancy = words_of("occupancy")
-    assert not [advice for advice in list_advice().values() if advice not in occupancy]
+    assert not [advice for advice in ADVICE.values() if advice not in occupancy]
     sizes = words_of("guarantees")
     assert not [limit for limit in LIMITS if f" {limit.maximum:,} {limit.unit}" not in sizes]
     kinds = words_of("reference/sources")

@@ -13,6 +13,7 @@ from fuelrail.bench.measure.accelerator import (
     AcceleratorProfile,
     ReferenceInput,
 )
+from fuelrail.bench.measure.clock import ThreadTimes
 from fuelrail.bench.measure.machine import DatasetFacts, Gpu, MachineFacts
 from fuelrail.bench.measure.records import (
     InputFacts,
@@ -95,14 +96,15 @@ class HandClock:
         """Let recorders read this clock, not the system's."""
         read = SimpleNamespace(
             monotonic_ns=lambda: cls.current.now,
-            thread_time_ns=lambda: cls.current.cpu_ns,
             process_time_ns=lambda: 0,
             sleep=lambda _: None,  # it takes no time
         )
         with (
             mock.patch.object(recorder_module, "time", read),
             mock.patch.object(
-                recorder_module.Recorder, "_read_queued", lambda _: cls.current.queued_ns
+                recorder_module,
+                "thread_times",
+                lambda: ThreadTimes(cls.current.cpu_ns, cls.current.queued_ns),
             ),
         ):
             yield

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from fuelrail.bench.measure.recorder import NAMED
-from fuelrail.bench.measure.records import RankHeader, RankLog, StepDetails, StepRecord
+from fuelrail.bench.measure.records import NAMED, RankHeader, RankLog, StepDetails, StepRecord
 from fuelrail.bench.studies.watch.judge import PARTS
 from fuelrail.bench.studies.watch.report import build_report
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from fuelrail.bench.measure.records import rank_path
-from fuelrail.bench.studies.watch.report import RECORDS, conclude, remedies_path
+from fuelrail.bench.studies.watch.report import RECORDS, conclude
 from fuelrail.pipeline.cli import Command, PrintOptions, add_flags, from_flags, print_json
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import flag
@@ -76,9 +76,8 @@ def run_watched(command: list[str], out: Path, *, try_remedies: bool = False) ->
 
     Ctrl-C is the command's to answer. Raises ConfigError for a command that does not start.
     """
-    for path_of in (rank_path, remedies_path):
-        for old in (out / RECORDS).glob(path_of(Path(), 0).name.replace("0", "?")):
-            old.unlink()
+    for earlier in (out / RECORDS).glob(rank_path(Path(), 0).name.replace("0", "?")):
+        earlier.unlink()
     paths = [str(_STARTUP), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {
         **os.environ,

@@ -9,26 +9,28 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from fuelrail.bench.studies.watch.judge import PARTS, part_times
+from fuelrail.bench.measure.records import step_table
+from fuelrail.bench.studies.watch.judge import part_times
 
 if TYPE_CHECKING:
-    from fuelrail.bench.measure.records import RankLog, StepRecord
+    from fuelrail.bench.measure.records import RankLog
 
 TENSORBOARD_FOLDER: Final = "tensorboard"
 
 
-def scalars(log: RankLog) -> Iterator[tuple[StepRecord, dict[str, float]]]:
-    """Yield each record with its scalars: milliseconds a step, and the share that is busy."""
-    for record in log.steps:
-        num_steps = record.details.num_steps
+def scalars(log: RankLog) -> Iterator[tuple[Any, dict[str, float]]]:
+    """Yield each row of the steps with its scalars: milliseconds a step, and the share that is
+    busy.
+    """
+    for step in step_table([log.steps])[0]:
+        times = part_times(step) | {"step": step["wall_ns"]}
         values = {
-            f"watch/{part}_ms": part_ns / num_steps / 1e6
-            for part, part_ns in zip(PARTS, part_times(record), strict=True)
-            if part_ns
+            f"watch/{name}_ms": float(ns / step["num_steps"]) / 1e6
+            for name, ns in times.items()
+            if ns
         }
-        values["watch/step_ms"] = record.wall_ns / num_steps / 1e6
-        values["watch/occupancy"] = record.device_busy_ns / max(1, record.wall_ns)
-        yield record, values
+        values["watch/occupancy"] = float(step["device_busy_ns"] / max(1, step["wall_ns"]))
+        yield step, values
 
 
 def write_tensorboard(logs: dict[int, RankLog], folder: Path) -> None:
@@ -37,29 +39,20 @@ def write_tensorboard(logs: dict[int, RankLog], folder: Path) -> None:
     """
     if find_spec("tensorboard") is None:
         return
-    from tensorboard.compat.proto.event_pb2 import Event
-    from tensorboard.compat.proto.summary_pb2 import Summary
-    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+    from torch.utils.tensorboard import SummaryWriter
 
     shutil.rmtree(folder, ignore_errors=True)
     started_s = time.time() - time.monotonic()
     for rank, log in logs.items():
-        writer = EventFileWriter(str(folder / f"rank-{rank:05d}"))
-        for record, values in scalars(log):
-            tags = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
-            writer.add_event(
-                Event(
-                    wall_time=started_s + record.end_ns / 1e9,
-                    step=record.step,
-                    summary=Summary(value=tags),
-                )
-            )
-        writer.close()
+        with SummaryWriter(folder / f"rank-{rank:05d}") as writer:
+            for step, values in scalars(log):
+                for tag, value in values.items():
+                    writer.add_scalar(tag, value, step["step"], started_s + step["end_ns"] / 1e9)
 
 
 def log_to_wandb(log: RankLog, run: Any) -> None:
     """Log a rank's scalars to an active run of W&B, over the watch's own steps."""
     run.define_metric("watch/step")
     run.define_metric("watch/*", step_metric="watch/step")
-    for record, values in scalars(log):
-        run.log(values | {"watch/step": record.step})
+    for step, values in scalars(log):
+        run.log(values | {"watch/step": int(step["step"])})

@@ -7,8 +7,8 @@ to it, and to the phase in which it took most longer than they.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from fuelrail.bench.measure.occupancy import MOSTLY
 from fuelrail.bench.measure.rates import bootstrap_means
-from fuelrail.bench.measure.recorder import BUSY, NAMED
-from fuelrail.bench.measure.records import StepDetails
+from fuelrail.bench.measure.records import BUSY, NAMED, step_table
 
 if TYPE_CHECKING:
     from fuelrail.bench.measure.records import StepRecord
@@ -48,23 +47,17 @@ its threads stand in the queue.
 """
 _NOTABLE_CONTENDED: Final = 0.05
 """What else is not certain there."""
-_LARGE_UPDATE: Final = 1 / 3
 _COMPUTES: Final = 0.6
-_COMPUTES_ALWAYS: Final = 0.9
 _WAITS: Final = 0.3
-_USED_UP: Final = 0.85
 _QUEUED: Final = 0.1
 _FIRST = ("memory leak", "interpreter lock")
 """Causes that end the run, or show as others."""
 _LOST = ("data_wait", "host_to_device", *NAMED, "other")
 _EVENTS = ("evaluation", "checkpoint")
-_MIN_EVENTS = 3
-_COLLECTIVE = PARTS.index("all_reduce")
 _HIDDEN = ("data_wait", "other")
 """What a device does not wait for while its queue has work."""
 _RARE = 0.2
 _NEARLY_ALL = 0.8
-_COLD = 4
 _MIN_STEPS = 10
 _MIN_SAMPLES = 5
 _LEAK_BYTES = 64 << 20
@@ -72,6 +65,8 @@ _LOCKED_MS = 1.5
 _LOCKED_SHARE = 0.3
 _CROWDED = 1.5
 """Threads for each CPU."""
+
+Times: TypeAlias = NDArray[np.float64]
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,6 +101,13 @@ class _Share(NamedTuple):
     low: float
     high: float
 
+    @classmethod
+    def of_steps(cls, times: Times, wall: Times) -> _Share:
+        """Return the share of the wall time, with its interval over blocks of steps."""
+        shares = bootstrap_means(times, seed=0) / bootstrap_means(wall, seed=0)
+        low, high = np.quantile(shares, (0.025, 0.975)).tolist()
+        return cls(float(times.sum() / wall.sum()), low, high)
+
     def __str__(self) -> str:
         return f"{self.share:.1%} of the time ({self.low:.1%} to {self.high:.1%})"
 
@@ -123,113 +125,94 @@ def find_causes(
     rank's loader (None: nothing says what it does while the trainer waits), ``num_cpus`` of the
     host, which is loaded where other processes use it too.
     """
-    numbers = list(ranks)
-    every = list(ranks.values())
-    totals = [total_details(steps) for steps in every]
-    parts = np.array([[part_times(step) for step in steps] for steps in every], np.float64)
-    wall = np.array([[step.wall_ns for step in steps] for steps in every], np.float64).mean(axis=0)
-    lost = {name: parts[:, :, PARTS.index(name)].mean(axis=0) for name in _LOST}
-    lost["all_reduce"] = parts[:, :, _COLLECTIVE].min(axis=0)
-    loader = _explain_loader(every, num_workers, num_cpus)
+    steps = step_table(ranks.values())
+    parts = part_times(steps)
+    wall = steps["wall_ns"].mean(axis=0)
+    lost = {part: parts[part].mean(axis=0) for part in _LOST}
+    lost["all_reduce"] = parts["all_reduce"].min(axis=0)
+    collector = steps["collector_ns"].mean(axis=0)
+    lost["other"] = np.maximum(0.0, lost["other"] - collector)
+    loader = _explain_loader(steps, num_workers, num_cpus)
     notable = _NOTABLE_CONTENDED if is_loaded else _NOTABLE
     ordinary = _ORDINARY
     if is_loaded:
-        queued_ns = sum(total.threads_queued_ns for total in totals)
-        counted_ns = sum(total.cpu_wall_ns for total in totals)
-        ordinary = _CONTENDED + queued_ns / max(1, counted_ns) / 2
-    collector = _mean_of(every, "collector_ns")
-    lost["other"] = np.maximum(0.0, lost["other"] - collector)
+        queued_ns = steps["threads_queued_ns"].sum()
+        ordinary = _CONTENDED + queued_ns / max(1, steps["cpu_wall_ns"].sum()) / 2
     findings = [
-        *_find_leak(ranks),
-        *(_find_lock(every) or _find_threads(totals, parts, num_cpus)),
-        *_find_syncs(every, lost, wall),
+        *_find_leak(steps, list(ranks)),
+        *(_find_lock(steps) or _find_threads(steps, parts, num_cpus)),
+        *_find_syncs(steps, lost, wall),
     ]
-    if len(numbers) > 1:
+    if len(ranks) > 1:
         late = _find_late(parts)
-        costs = np.bincount(late.ranks, late.costs, len(numbers))
+        costs = np.bincount(late.ranks, late.costs, len(ranks))
         row = int(costs.argmax())
         is_one = bool(costs[row] >= MOSTLY * costs.sum())
         chosen = late.ranks == row if is_one else np.ones(len(wall), bool)
-        by_part = np.bincount(late.parts[chosen], late.costs[chosen], len(PARTS))
-        part = PARTS[int(by_part.argmax())]
+        part = PARTS[np.bincount(late.parts[chosen], late.costs[chosen]).argmax()]
         # A rank that computes longer does so in each step; it saves a checkpoint in some.
         is_computing = part in BUSY
-        is_one &= not is_computing or late_steps(every)[row] >= MOSTLY
-        share = _share(np.where(chosen, late.costs, 0.0), wall)
+        is_one &= not is_computing or late_steps(steps)[row] >= MOSTLY
+        share = _Share.of_steps(np.where(chosen, late.costs, 0.0), wall)
         threshold = _CONTENDED if is_computing and is_loaded else notable
         # Whether the other ranks' loaders had mostly made all their batches when asked for one: of
         # ranks that starve alike, one gets its batch last every time, while those of the others
         # are made when they come out of the collective.
-        rest = [total for number, total in enumerate(totals) if number != row]
-        num_counted = sum(total.num_counted for total in rest)
-        has_stock = 0 < num_counted <= 2 * sum(total.num_idle for total in rest)
+        rest = np.delete(steps, row, axis=0)
+        has_stock = 0 < rest["num_counted"].sum() <= 2 * rest["num_idle"].sum()
         if part == "data_wait" and is_one and num_workers != 0 and not has_stock:
             lost["data_wait"] += np.where(chosen, late.costs - late.excess, 0.0)
         elif share.low > (threshold if is_one else ordinary):
             for name in _LOST:
                 is_part = chosen & (late.parts == PARTS.index(name))
                 lost[name] = lost[name] - np.where(is_part, late.excess, 0.0)
-            if part == "data_wait":
-                reason = _explain_loader([every[row]], num_workers, num_cpus) if is_one else loader
-            elif is_one:
-                reason = _Reason(_CAUSES.get(part, "slow rank"))
-            else:
-                reason = _Reason("uneven ranks")
-            subject = "The ranks hold each other up in turns, mostly by the"
+            reason = loader if part == "data_wait" else _Reason("uneven ranks")
+            text = f"The ranks hold each other up in turns, mostly by the {LABELS[part]}: {share}."
+            rank = None
             if is_one:
-                subject = f"Rank {numbers[row]} holds the others up by its"
-            text = f"{subject} {LABELS[part]}: {share}. {reason.text}".strip()
-            queued_ns = totals[row].trainer_queued_ns
-            if is_computing and is_one and queued_ns > _QUEUED * totals[row].cpu_wall_ns:
+                reason = _Reason("slow rank" if is_computing else _CAUSES.get(part, part))
+                if part == "data_wait":
+                    reason = _explain_loader(steps[row : row + 1], num_workers, num_cpus)
+                rank = list(ranks)[row]
+                text = f"Rank {rank} holds the others up by its {LABELS[part]}: {share}."
+            text = f"{text} {reason.text}".strip()
+            queued_ns = steps[row]["trainer_queued_ns"].sum()
+            if is_computing and is_one and queued_ns > _QUEUED * steps[row]["cpu_wall_ns"].sum():
                 text += " Its thread stands in the queue for a CPU."
-            rank = numbers[row] if is_one else None
-            findings.append(_finding(reason, part, share, text, rank=rank))
+            findings.append(_finding(reason, part, share, text, rank))
     for part, times in lost.items():
-        share = _share(times, wall)
+        share = _Share.of_steps(times, wall)
         # What comes now and then is in few steps, and yet no chance.
-        is_event = part in _EVENTS and np.count_nonzero(times) >= _MIN_EVENTS
+        is_event = part in _EVENTS and np.count_nonzero(times) >= 3
         threshold = ordinary if part == "all_reduce" else notable
         if (share.share if is_event else share.low) > threshold:
-            reason = loader if part == "data_wait" else _Reason(_CAUSES[part])
+            reason = loader if part == "data_wait" else _Reason(_CAUSES.get(part, part))
             text = f"{_SUBJECTS[part]} up: {share}. {reason.text}".strip()
             findings.append(_finding(reason, part, share, text))
-    share = _share(collector, wall)
+    share = _Share.of_steps(collector, wall)
     if share.low > notable:
         text = f"Python's garbage collection holds the loop up: {share}, within phases."
         findings.append(_finding(_Reason("garbage collection"), "other", share, text))
     findings.sort(key=lambda finding: (finding.cause not in _FIRST, -finding.share))
     # Work of the accelerator, though rarely what it is for: after what keeps it from working.
-    share = _share(parts[:, :, PARTS.index("optimiser")].mean(axis=0), wall)
-    if share.low > _LARGE_UPDATE:
+    share = _Share.of_steps(parts["optimiser"].mean(axis=0), wall)
+    if share.low > 1 / 3:
         text = f"The optimiser takes {share}."
         findings.append(_finding(_Reason("optimiser"), "optimiser", share, text))
     return findings
 
 
-def list_advice() -> dict[str, str]:
-    """Return what to do about each cause that a finding may have."""
-    return dict(_ADVICE)
+def part_times(steps: NDArray[np.void]) -> dict[str, Times]:
+    """Return the times of ``PARTS`` in a table of steps [ns]."""
+    times = {part: steps[f"{part}_ns"] for part in PARTS}
+    return times | {"other": times["other"] - sum(times[part] for part in NAMED)}
 
 
-def part_times(step: StepRecord) -> list[int]:
-    """Return a step's times of ``PARTS`` [ns]."""
-    times = {part: getattr(step.details, f"{part}_ns") for part in NAMED}
-    times["other"] = step.other_ns - sum(times.values())
-    return [times[part] if part in times else step.phase_ns(part) for part in PARTS]
-
-
-def total_details(steps: Iterable[StepRecord]) -> StepDetails:
-    """Return the sums of what steps show besides their phases."""
-    details = [step.details for step in steps]
-    names = StepDetails.__struct_fields__
-    return StepDetails(**{name: sum(getattr(entry, name) for entry in details) for name in names})
-
-
-def late_steps(ranks: Sequence[Sequence[StepRecord]]) -> list[float]:
+def late_steps(steps: NDArray[np.void]) -> list[float]:
     """Return for each rank the share of steps in which it came last to the collectives."""
-    waits = np.array([[step.all_reduce_ns for step in steps] for steps in ranks])
-    last = waits.argmin(axis=0)
-    return [float((last == rank).mean()) for rank in range(len(ranks))]
+    last = steps["all_reduce_ns"].argmin(axis=0)
+    shares: list[float] = (np.bincount(last, minlength=len(steps)) / len(last)).tolist()
+    return shares
 
 
 class _Lateness(NamedTuple):
@@ -239,115 +222,110 @@ class _Lateness(NamedTuple):
 
     ranks: NDArray[np.int64]
     parts: NDArray[np.int64]
-    costs: NDArray[np.float64]
-    excess: NDArray[np.float64]
+    costs: Times
+    excess: Times
 
 
-def _find_late(parts: NDArray[np.float64]) -> _Lateness:
-    waits = parts[:, :, _COLLECTIVE]
+def _find_late(parts: Mapping[str, Times]) -> _Lateness:
+    waits = parts["all_reduce"]
     last = waits.argmin(axis=0)
-    durations = parts[:, :, :_COLLECTIVE].copy()
+    durations = np.stack([parts[part] for part in PARTS if part != "all_reduce"])
     # The optimiser comes after the collectives: it makes a rank late to those of the next step.
-    update = PARTS.index("optimiser")
-    durations[:, 1:, update] = durations[:, :-1, update]
-    beyond = np.zeros(durations.shape[1:])
+    update = durations[PARTS.index("optimiser")]
+    update[:, 1:] = update[:, :-1].copy()
+    beyond = np.zeros((len(durations), len(last)))
     for rank in np.unique(last):
-        steps = last == rank
-        rest = np.delete(durations[:, steps], rank, axis=0)
-        beyond[steps] = durations[rank, steps] - np.median(rest, axis=0)
-    longest = beyond.argmax(axis=1)
+        own = durations[:, rank, last == rank]
+        rest = np.delete(durations[:, :, last == rank], rank, axis=1)
+        beyond[:, last == rank] = own - np.median(rest, axis=1)
+    longest = beyond.argmax(axis=0)
     is_lost = np.isin(longest, [PARTS.index(name) for name in _LOST])
-    excess = np.where(is_lost, np.maximum(0.0, beyond.max(axis=1)), 0.0) / len(parts)
+    excess = np.where(is_lost, np.maximum(0.0, beyond.max(axis=0)), 0.0) / len(waits)
     waited = (waits - waits.min(axis=0)).mean(axis=0)
     return _Lateness(ranks=last, parts=longest, costs=waited + excess, excess=excess)
 
 
-def _explain_loader(
-    ranks: Sequence[Sequence[StepRecord]], num_workers: int | None, num_cpus: float
-) -> _Reason:
+def _explain_loader(steps: NDArray[np.void], num_workers: int | None, num_cpus: float) -> _Reason:
     """Return why ranks wait for their loaders."""
-    waits = np.array([[step.data_wait_ns for step in steps] for steps in ranks], np.float64)
-    epochs = np.array([step.epoch for step in ranks[0]])
+    waits = steps["data_wait_ns"]
+    epochs = steps["epoch"][0]
     is_first = epochs == epochs[0]
     if epochs[0] == 0 and _MIN_STEPS <= is_first.sum() <= len(epochs) - _MIN_STEPS:
         cold_ms = waits[:, is_first].mean() / 1e6
         warm_ms = waits[:, ~is_first].mean() / 1e6
-        if cold_ms > _COLD * warm_ms:
+        if cold_ms > 4 * warm_ms:
             text = f"It takes {cold_ms:.1f} ms a step in the first epoch, {warm_ms:.1f} ms later."
             return _Reason("cold cache", text)
     longest = np.sort(waits.ravel())[::-1]
     num_long = int(len(longest) * min(_RARE, _RARE * 2 / max(1, num_workers or 0)))
     if longest[:num_long].sum() > _NEARLY_ALL * longest.sum():
         return _Reason("stalls", "Nearly all of that is in few steps.")
-    total = total_details(step for steps in ranks for step in steps)
-    counted_ns = max(1, total.cpu_wall_ns)
-    num_used = total.host_cpu_ns / counted_ns
+    counted_ns = steps["cpu_wall_ns"].sum()
+    num_used = steps["host_cpu_ns"].sum() / max(1, counted_ns)
     computing = None
     if num_workers == 0:
-        computing = total.data_cpu_ns / max(1, waits.sum() - total.data_queued_ns)
-    elif num_workers and total.cpu_wall_ns:
+        queued_ns = steps["data_queued_ns"].sum()
+        computing = steps["data_cpu_ns"].sum() / max(1, waits.sum() - queued_ns)
+    elif num_workers and counted_ns:
         # Workers are processes, or threads of this one.
-        used_ns = total.workers_cpu_ns + max(0, _background_ns(total))
-        computing = used_ns / max(1, counted_ns * num_workers - total.workers_queued_ns)
-    if computing is not None and computing > _COMPUTES:
-        advice = ""
-        if num_used > _USED_UP * num_cpus:
-            advice = "All CPUs of the host are busy: make the transforms cheaper, or store their "
-            advice += "results; more workers gain nothing."
-        elif num_workers == 0:
-            advice = "Give the loader workers (num_workers=4, persistent_workers=True)."
-        num_idle = int(num_cpus - num_used) if num_used else 0
-        if num_workers and computing > _COMPUTES_ALWAYS and num_idle >= len(ranks):
-            busy = (
-                f"All {num_workers} workers are busy" if num_workers > 1 else "Its worker is busy"
-            )
-            cores = f"{num_idle} cores are" if num_idle > 1 else "a core is"
-            return _Reason("too few workers", f"{busy}, and {cores} idle.")
-        return _Reason("preprocessing", "It computes most of that time.", advice)
-    if computing is not None and computing < _WAITS:
+        used_ns = steps["workers_cpu_ns"].sum() + max(0, _background_ns(steps).sum())
+        queued_ns = steps["workers_queued_ns"].sum()
+        computing = used_ns / max(1, counted_ns * num_workers - queued_ns)
+    if computing is None or _WAITS <= computing <= _COMPUTES:
+        return _Reason("loader")
+    if computing < _WAITS:
         return _Reason("storage", "It waits most of that time, and does not compute.")
-    return _Reason("loader")
+    num_idle = int(num_cpus - num_used) if num_used else 0
+    if num_workers and computing > 0.9 and num_idle >= len(steps):
+        busy = f"All {num_workers} workers are busy" if num_workers > 1 else "Its worker is busy"
+        cores = f"{num_idle} cores are" if num_idle > 1 else "a core is"
+        return _Reason("too few workers", f"{busy}, and {cores} idle.")
+    advice = ""
+    if num_used > 0.85 * num_cpus:
+        advice = "All CPUs of the host are busy: make the transforms cheaper, or store their "
+        advice += "results; more workers gain nothing."
+    elif num_workers == 0:
+        advice = "Give the loader workers (num_workers=4, persistent_workers=True)."
+    return _Reason("preprocessing", "It computes most of that time.", advice)
 
 
-def _find_leak(ranks: Mapping[int, Sequence[StepRecord]]) -> list[Finding]:
+def _find_leak(steps: NDArray[np.void], numbers: Sequence[int]) -> list[Finding]:
     """Return what is certain of memory that grows to the end."""
     rates: dict[tuple[int, str], float] = {}
-    for rank, steps in ranks.items():
+    for rank, records in zip(numbers, steps, strict=True):
         for kind in ("memory_bytes", "device_bytes"):
-            held = [(step.step, getattr(step.details, kind)) for step in steps]
-            held = [(number, num_bytes) for number, num_bytes in held if num_bytes]
+            held = records[records[kind] > 0]
             if len(held) < _MIN_SAMPLES:
                 continue
-            numbers, sizes = np.array(held, np.float64).T
-            growth = np.diff(sizes)
+            sizes = held[kind]
             middle = len(sizes) // 2
-            early = (sizes[middle] - sizes[0]) / (numbers[middle] - numbers[0])
-            late = (sizes[-1] - sizes[middle]) / (numbers[-1] - numbers[middle])
-            is_steady = (growth > 0).mean() > _NEARLY_ALL and late > early / 2
+            early = (sizes[middle] - sizes[0]) / (held["step"][middle] - held["step"][0])
+            late = (sizes[-1] - sizes[middle]) / (held["step"][-1] - held["step"][middle])
+            is_steady = (np.diff(sizes) > 0).mean() > _NEARLY_ALL and late > early / 2
             if is_steady and sizes[-1] - sizes[0] > _LEAK_BYTES:
                 rates[rank, kind] = late
     if not rates:
         return []
-    (rank, kind), rate = max(rates.items(), key=lambda item: item[1])
-    of_one = len({number for number, _ in rates}) == 1 and len(ranks) > 1
+    rank, kind = max(rates, key=lambda key: rates[key])
+    blamed = rank if len({number for number, _ in rates}) == 1 < len(numbers) else None
+    owner = "" if blamed is None else f" of rank {rank}"
     subject = "Device memory" if kind == "device_bytes" else "Memory"
-    owner = f" of rank {rank}" if of_one else ""
-    text = f"{subject}{owner} grows by {rate / 2**20:.2f} MiB a step, up to the last."
-    share = _Share(0.0, 0.0, 0.0)
-    blamed = rank if of_one else None
-    return [_finding(_Reason("memory leak"), "other", share, text, rank=blamed)]
+    rate = rates[rank, kind] / 2**20
+    text = f"{subject}{owner} grows by {rate:.2f} MiB a step, up to the last."
+    return [_finding(_Reason("memory leak"), "other", _Share(0.0, 0.0, 0.0), text, blamed)]
 
 
-def _find_lock(ranks: Sequence[Sequence[StepRecord]]) -> list[Finding]:
+def _find_lock(steps: NDArray[np.void]) -> list[Finding]:
     """Return whether other Python threads keep the loop from Python's lock."""
-    samples = [step.details for steps in ranks for step in steps if step.details.cpu_wall_ns]
-    waits_ms = np.array([entry.lock_ns / 1e6 for entry in samples])
+    samples = steps[steps["cpu_wall_ns"] > 0]
+    waits_ms = samples["lock_ns"] / 1e6
     if len(samples) < _MIN_SAMPLES or (waits_ms > _LOCKED_MS).mean() < _LOCKED_SHARE:
         return []
-    if sum(map(_background_ns, samples)) < sum(entry.process_cpu_ns for entry in samples) / 2:
+    used_ns = _background_ns(samples)
+    if used_ns.sum() < samples["process_cpu_ns"].sum() / 2:
         return []
-    used = [_background_ns(entry) / entry.cpu_wall_ns for entry in samples]
-    share = _Share(sum(used) / len(used), min(used), max(used))
+    used = used_ns / samples["cpu_wall_ns"]
+    share = _Share(float(used.mean()), float(used.min()), float(used.max()))
     text = (
         f"Other Python threads of the process compute {share} and hold Python's lock: the loop "
         f"waits {np.quantile(waits_ms, 0.75):.1f} ms for it each time it comes back from torch."
@@ -356,52 +334,44 @@ def _find_lock(ranks: Sequence[Sequence[StepRecord]]) -> list[Finding]:
 
 
 def _find_threads(
-    totals: Sequence[StepDetails], parts: NDArray[np.float64], num_cpus: float
+    steps: NDArray[np.void], parts: Mapping[str, Times], num_cpus: float
 ) -> list[Finding]:
     """Return whether the ranks' threads are more than the CPUs, and wait for each other."""
-    num_wanted = 0.0
-    waiting = []
-    for total in totals:
-        used_ns = total.process_cpu_ns
-        wanted_ns = used_ns + total.threads_queued_ns
-        is_queued = total.trainer_queued_ns >= _QUEUED * max(1, total.cpu_wall_ns)
-        if not is_queued or _background_ns(total) < used_ns / 2:
-            return []
-        num_wanted += wanted_ns / total.cpu_wall_ns
-        waiting.append(total.threads_queued_ns / max(1, wanted_ns))
-    if num_wanted < _CROWDED * num_cpus:
+    counted_ns = np.maximum(1, steps["cpu_wall_ns"].sum(axis=1))
+    used_ns = steps["process_cpu_ns"].sum(axis=1)
+    queued_ns = steps["threads_queued_ns"].sum(axis=1)
+    is_queued = steps["trainer_queued_ns"].sum(axis=1) >= _QUEUED * counted_ns
+    is_own = _background_ns(steps).sum(axis=1) >= used_ns / 2
+    num_wanted = ((used_ns + queued_ns) / counted_ns).sum()
+    if not (is_queued & is_own).all() or num_wanted < _CROWDED * num_cpus:
         return []
-    phases = parts[:, :, [PARTS.index(name) for name in BUSY]].sum(axis=(0, 1))
-    busy = float(phases.sum() / parts.sum())
-    share = _Share(busy * sum(waiting) / len(waiting), busy * min(waiting), busy * max(waiting))
+    phases = {phase: float(parts[phase].sum()) for phase in BUSY}
+    busy = sum(phases.values()) / steps["wall_ns"].sum()
+    waiting = busy * queued_ns / np.maximum(1, used_ns + queued_ns)
+    share = _Share(float(waiting.mean()), float(waiting.min()), float(waiting.max()))
     text = (
         f"The ranks' own threads hold each other up: {num_wanted:.1f} of them want "
         f"{num_cpus:g} CPUs, and stand in the queue {share}."
     )
-    return [_finding(_Reason("threads"), BUSY[int(phases.argmax())], share, text)]
+    return [_finding(_Reason("threads"), max(BUSY, key=lambda phase: phases[phase]), share, text)]
 
 
-def _background_ns(entry: StepDetails) -> int:
+def _background_ns(steps: NDArray[np.void]) -> Times:
     """Return the CPU time of other threads than the trainer's [ns]."""
-    return entry.process_cpu_ns - entry.trainer_cpu_ns
+    times: Times = steps["process_cpu_ns"] - steps["trainer_cpu_ns"]
+    return times
 
 
-def _find_syncs(
-    ranks: Sequence[Sequence[StepRecord]],
-    lost: dict[str, NDArray[np.float64]],
-    wall: NDArray[np.float64],
-) -> list[Finding]:
+def _find_syncs(steps: NDArray[np.void], lost: dict[str, Times], wall: Times) -> list[Finding]:
     """Return whether the device idles since the host waits for its values, and take that time out
     of what is lost otherwise: with its queue full the device would hide it.
     """
-    waited = _mean_of(ranks, "sync_ns")
-    if not waited.any():
-        return []
-    busy = np.array([[step.device_busy_ns for step in steps] for steps in ranks]).mean(axis=0)
+    waited = steps["sync_ns"].mean(axis=0)
+    busy = steps["device_busy_ns"].mean(axis=0)
     idle = sum((lost[name] for name in _HIDDEN), np.zeros(len(wall)))
     # A step would last as long as the device's work, or as the host's own.
     saved = np.clip(wall - np.maximum(busy, wall - waited), 0.0, idle)
-    share = _share(saved, wall)
+    share = _Share.of_steps(saved, wall)
     if share.low < _NOTABLE:
         return []
     for name in _HIDDEN:
@@ -413,20 +383,6 @@ def _find_syncs(
     return [_finding(_Reason("synchronisation"), "other", share, text)]
 
 
-def _mean_of(ranks: Sequence[Sequence[StepRecord]], name: str) -> NDArray[np.float64]:
-    """Return the mean over ranks of one of the details, by step."""
-    values = [[getattr(step.details, name) for step in steps] for steps in ranks]
-    means: NDArray[np.float64] = np.array(values, np.float64).mean(axis=0)
-    return means
-
-
-def _share(times: NDArray[np.float64], wall: NDArray[np.float64]) -> _Share:
-    """Return the share of the wall time, with a 95 % interval over blocks of steps."""
-    shares = bootstrap_means(times, seed=0) / bootstrap_means(wall, seed=0)
-    low, high = np.quantile(shares, (0.025, 0.975)).tolist()
-    return _Share(float(times.sum() / wall.sum()), low, high)
-
-
 def _finding(
     reason: _Reason, part: str, share: _Share, text: str, rank: int | None = None
 ) -> Finding:
@@ -435,7 +391,7 @@ def _finding(
         phase=part,
         rank=rank,
         text=text,
-        advice=reason.advice or _ADVICE[reason.cause],
+        advice=reason.advice or ADVICE[reason.cause],
         **share._asdict(),
     )
 
@@ -449,16 +405,9 @@ _SUBJECTS: Final = {
     "other": "Work outside of forward, backward and optimiser holds all ranks",
     "all_reduce": "Collectives themselves, without late ranks, hold all ranks",
 }
-_CAUSES: Final = {
-    "host_to_device": "copy",
-    "evaluation": "evaluation",
-    "checkpoint": "checkpoint",
-    "logging": "logging",
-    "other": "host",
-    "all_reduce": "collective",
-}
-"""Causes by the part of the step that they lengthen."""
-_ADVICE: Final = {
+_CAUSES: Final = {"host_to_device": "copy", "other": "host", "all_reduce": "collective"}
+"""Causes by the part of the step that they lengthen; the others are called as it is."""
+ADVICE: Final = {
     "storage": "Look at what it waits for: storage, the network, a lock. More workers wait side by "
     "side; a copy on a local disk ends it.",
     "too few workers": "Give the loader more workers (num_workers).",
@@ -493,3 +442,4 @@ _ADVICE: Final = {
     "collective": "Accumulate gradients over more batches, reduce in bf16, in larger buckets, or "
     "use a faster link.",
 }
+"""What to do about each cause that a finding may have."""

@@ -10,15 +10,13 @@ if TYPE_CHECKING:
     from fuelrail.bench.measure.hooks import Hooks
 
 _TORCHDATA: Final = "torchdata.stateful_dataloader.stateful_dataloader"
-_LOADERS: Final = [
+_CALLS: Final = [
     (_TORCHDATA, "StatefulDataLoader.__iter__", "iterator"),
     (_TORCHDATA, "_StatefulBaseDataLoaderIter.__next__", "batch"),
     ("fuelrail.loaders.loader", "DataLoader.__iter__", "batches"),
     ("webdataset.compat", "WebLoader.__iter__", "batches"),
     ("grain._src.python.data_loader", "DataLoaderIterator.__next__", "batch"),
     ("datasets.iterable_dataset", "IterableDataset.__iter__", "batches"),
-]
-_CALLS: Final = [
     ("torch.distributed.checkpoint", "save", "checkpoint"),
     ("safetensors.torch", "save_file", "checkpoint"),
     ("transformers.trainer", "Trainer._save_checkpoint", "checkpoint"),
@@ -33,10 +31,10 @@ _CALLS: Final = [
 """Modules, functions or methods of them, and their role; see `Hooks.listen`."""
 
 
-def watch_packages(hooks: Hooks, *, has_loaders: bool) -> list[AfterImport]:
+def watch_packages(hooks: Hooks) -> list[AfterImport]:
     """Have these functions watched, of each package once it is imported; return what waits."""
     waiting = []
-    for module_name, path, role in [*_CALLS, *(_LOADERS if has_loaders else ())]:
+    for module_name, path, role in _CALLS:
 
         def listen(module: Any, path: str = path, role: str = role) -> None:
             kind, _, name = path.rpartition(".")

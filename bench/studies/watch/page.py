@@ -68,15 +68,10 @@ def describe(report: WatchReport, plots: Mapping[str, str]) -> Document:  # noqa
             parts.append(Section("Further losses", [Items(further)]))
         if report.remedies:
             parts.append(Section("Remedies that were tried", [table_of(report.remedies)]))
-        table = table_of(report.ranks)
-        rows = [
-            [*row, *(f"{share:.1%}" for share in rank.shares.values())]
-            for row, rank in zip(table.rows, report.ranks, strict=True)
-        ]
+        header, *rows = report.rank_table()
         legend = marked(
             "**Last**: the share of steps in which the other ranks waited for this one."
         )
-        header = [*table.header, *LABELS.values()]
         parts.append(Section("Ranks", [Table(header, rows), Text(legend, small=True)]))
     parts.append(Section("How these figures are made", [Text(_METHOD)]))
     return document(

@@ -25,8 +25,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
-from statistics import fmean
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -36,15 +35,18 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
-from fuelrail.bench.measure.hooks import ModuleHook
 from fuelrail.bench.measure.rates import bootstrap_means
-from fuelrail.bench.measure.records import rank_path, read_rank
-from fuelrail.bench.studies.watch.judge import total_details
-from fuelrail.bench.studies.watch.report import Remedy, remedies_path
+from fuelrail.bench.measure.records import (
+    RankRemedies,
+    Remedy,
+    rank_path,
+    read_rank,
+    step_table,
+)
 from fuelrail.pipeline.runtime.host import default_num_workers
 
 if TYPE_CHECKING:
-    from fuelrail.bench.measure.recorder import Recorder
+    from fuelrail.bench.measure.hooks import Hooks, Inputs
     from fuelrail.bench.measure.records import StepRecord
 
 SECONDS: Final = 4.0
@@ -65,17 +67,16 @@ _BLOCK: Final = bytes(1 << 16)
 _MAX_RANKS: Final = 16
 _NUM_COMPARED: Final = 6
 _COPIED_BYTES: Final = 1 << 24
-_JOIN_S: Final = 5.0
 _OPTIONS: Final = (
     *("num_workers", "prefetch_factor", "persistent_workers", "collate_fn", "timeout"),
     *("worker_init_fn", "multiprocessing_context"),
 )
 """Options of a loader that one with a change has too, but for the change."""
-_OVER_RANKS: Final = {"DTensor", "FullyShardedDataParallel", "SyncBatchNorm"}
-"""Parts of models whose copies would communicate."""
-
-
-_Inputs: TypeAlias = list[tuple[torch.Size, torch.dtype, torch.device]]
+_NOT_COPIED: Final = {
+    *("DistributedDataParallel", "DTensor", "FullyShardedDataParallel", "SyncBatchNorm"),
+    "OptimizedModule",
+}
+"""Parts of models whose copies would communicate, or be compiled."""
 
 
 class Pace(NamedTuple):
@@ -89,23 +90,27 @@ class Pace(NamedTuple):
     idle_ns: float
 
     @classmethod
-    def of_steps(cls, steps: Sequence[StepRecord], num_batches: int) -> Pace:
+    def of_steps(cls, steps: NDArray[np.void], num_batches: int) -> Pace:
         """Return the pace of the mean step."""
-        total = total_details(steps)
-        wall_ns = fmean(step.wall_ns for step in steps)
-        work_ns = wall_ns - fmean(step.data_wait_ns for step in steps)
-        cpu_ns = fmean(step.cpu_ns for step in steps)
-        queued_ns = fmean(step.queued_ns for step in steps)
-        if total.cpu_wall_ns:
-            scale = wall_ns / total.cpu_wall_ns
-            in_data_ns = total.data_cpu_ns / len(steps)
-            cpu_ns = max(cpu_ns, scale * total.process_cpu_ns - in_data_ns)
-            queued_ns = scale * total.trainer_queued_ns - total.data_queued_ns / len(steps)
+        mean = {name: float(steps[name].mean()) for name in steps.dtype.names or ()}
+        cpu_ns = mean["cpu_ns"]
+        queued_ns = mean["queued_ns"]
+        if mean["cpu_wall_ns"]:
+            scale = mean["wall_ns"] / mean["cpu_wall_ns"]
+            cpu_ns = max(cpu_ns, scale * mean["process_cpu_ns"] - mean["data_cpu_ns"])
+            queued_ns = scale * mean["trainer_queued_ns"] - mean["data_queued_ns"]
         # What it stands in the queue for a CPU now, it will in a trial.
-        work_ns = max(1.0, work_ns - max(0.0, queued_ns))
+        work_ns = mean["wall_ns"] - mean["data_wait_ns"] - max(0.0, queued_ns)
+        work_ns = max(1.0, work_ns)
         num_threads = max(1, round(cpu_ns / work_ns))
         thread_ns = min(cpu_ns / num_threads, work_ns)
         return cls(num_batches, num_threads, thread_ns, work_ns - thread_ns)
+
+    def compute(self, _: int) -> None:
+        """Compute as long as one of the threads, without Python's lock."""
+        end_ns = time.thread_time_ns() + self.cpu_ns
+        while time.thread_time_ns() < end_ns:
+            hashlib.blake2b(_BLOCK)
 
 
 class _Trial(NamedTuple):
@@ -122,60 +127,48 @@ class Trials:
     """Tries remedies at the first border of two steps at which the trainer's pace is known.
 
     Args:
-        recorder: of the training.
+        hooks: of the training.
         seconds: time of a trial.
     """
 
-    def __init__(self, recorder: Recorder, seconds: float) -> None:
-        self._recorder = recorder
+    def __init__(self, hooks: Hooks, seconds: float) -> None:
+        self._hooks = hooks
         self._seconds = seconds
         self._loader: Any = None  # the one that was asked last
         self._num_borders = 0
-        self._inputs: dict[nn.Module, _Inputs] | None = None
 
-    def advance(self, loader: Any, modules: Sequence[nn.Module]) -> bool:
-        """Try remedies once it is time; return whether that is over.
-
-        The loop is about to ask ``loader`` for a batch.
-
-        ``modules``: those whose calls are forward passes.
-        """
-        recorder = self._recorder
+    def advance(self, loader: Any) -> None:
+        """Try remedies once it is time. The loop is about to ask ``loader`` for a batch."""
+        recorder = self._hooks.recorder
         if not recorder.is_idle:
-            return not recorder.is_recording
+            return
         is_training = self._loader is loader  # which gave the batch of the step that is over
         self._loader = loader
         self._num_borders += is_training and recorder.is_at_border
-        if not is_training or not recorder.is_at_border or self._num_borders < NUM_STEPS:
-            return False  # the number is the same on all ranks
+        if self._num_borders < NUM_STEPS:
+            return  # the number is the same on all ranks
+        self._hooks.on_ask = None
         try:
-            if self._inputs is None:  # noted in the step that follows
-                self._inputs = {}
-                for module in modules:
-                    _note_inputs(module, self._inputs, recorder)
-                return False
             with recorder.pause():
-                self._try(loader, self._inputs)
+                self._try(loader)
         except Exception as error:  # noqa: BLE001 - the training goes on
             warnings.warn(f"no remedies were tried: {error}", RuntimeWarning, stacklevel=2)
-        return True
 
-    def _try(self, loader: Any, inputs: dict[nn.Module, _Inputs]) -> None:
-        recorder = self._recorder
+    def _try(self, loader: Any) -> None:
+        recorder = self._hooks.recorder
         assert recorder.folder is not None
-        is_first = recorder.rank == 0
-        if is_first:
+        if recorder.rank == 0:
             sys.stderr.write("fuelrail: the training pauses, remedies are tried\n")
-        ranks = {*range(min(recorder.world, _MAX_RANKS)), recorder.rank}
-        logs = {rank: read_rank(rank_path(recorder.folder, rank)).steps for rank in ranks}
-        steps = with_waits(logs.pop(recorder.rank), list(logs.values()))[_WARM_UP:]
-        steps = [step for step in steps if step.details.num_steps == 1][-_MAX_STEPS:]
+        paths = [rank_path(recorder.folder, rank) for rank in range(recorder.world)]
+        own = read_rank(paths.pop(recorder.rank)).steps
+        steps = with_waits(own, [read_rank(path).steps for path in paths[:_MAX_RANKS]])[_WARM_UP:]
+        steps = steps[steps["num_steps"] == 1][-_MAX_STEPS:]
         trials = [
             functools.partial(try_loader, loader, steps, seconds=self._seconds),
             functools.partial(try_pinning, loader, steps),
         ]
-        for module, shapes in inputs.items():
-            trials.append(functools.partial(try_channels_last, module, shapes, steps))
+        for model, inputs in self._hooks.inputs.items():
+            trials.append(functools.partial(try_channels_last, model, inputs, steps))
         remedies: list[Remedy] = []
         for trial in trials:
             try:
@@ -183,65 +176,43 @@ class Trials:
             except Exception as error:  # noqa: BLE001 - of the caller's own code, in another use
                 sys.stderr.write(f"fuelrail: {trial.func.__name__}: {error}\n")
         remedies.sort(key=lambda remedy: -remedy.gain)
-        path = remedies_path(recorder.folder, recorder.rank)
-        path.write_bytes(msgspec.json.encode(remedies))
-        if is_first:
-            for line in [remedy.as_text() for remedy in remedies] or ["none applies"]:
-                sys.stderr.write(f"fuelrail: {line}\n")
+        recorder.write(RankRemedies(remedies=remedies))
+        lines = [remedy.as_text() for remedy in remedies] or ["none applies"]
+        if recorder.rank == 0:
+            sys.stderr.writelines(f"fuelrail: {line}\n" for line in lines)
 
 
 def with_waits(
     steps: Sequence[StepRecord], peers: Sequence[Sequence[StepRecord]]
-) -> list[StepRecord]:
-    """Return the steps of a rank whose waits for late ranks count as waits for data: these are
-    late by their loaders, or gain less by a remedy, which then counts.
+) -> NDArray[np.void]:
+    """Return a table of the steps of a rank whose waits for late ranks count as waits for data:
+    these are late by their loaders, or gain less by a remedy, which then counts.
     """
-    counted = []
-    for number, step in enumerate(steps):
-        waits_ns = [peer[number].all_reduce_ns for peer in peers if len(peer) > number]
-        late_ns = max(0, step.all_reduce_ns - min(waits_ns, default=step.all_reduce_ns))
-        changes = {
-            "data_wait_ns": step.data_wait_ns + late_ns,
-            "all_reduce_ns": step.all_reduce_ns - late_ns,
-        }
-        counted.append(msgspec.structs.replace(step, **changes))
-    return counted
+    ranks = [steps, *filter(None, peers)]
+    count = min(map(len, ranks))
+    table = step_table([rank[:count] for rank in ranks])
+    own: NDArray[np.void] = table[0]
+    late_ns = own["all_reduce_ns"] - table["all_reduce_ns"].min(axis=0)
+    own["data_wait_ns"] += late_ns
+    own["all_reduce_ns"] -= late_ns
+    return own
 
 
-def _note_inputs(module: nn.Module, inputs: dict[nn.Module, _Inputs], recorder: Recorder) -> None:
-    """Note the shapes of what the next call of a module is given, if that is tensors alone."""
-    if not any(isinstance(part, nn.Conv2d) for part in module.modules()):
-        return
-    inner = module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
-    if hasattr(inner, "_orig_mod") or inner._compiled_call_impl is not None:  # noqa: SLF001
-        return
-
-    def note(_: nn.Module, args: tuple[Any, ...]) -> None:
-        handle.remove()
-        if args and all(isinstance(value, torch.Tensor) for value in args):
-            inputs[inner] = [(value.shape, value.dtype, value.device) for value in args]
-
-    handle = module.register_forward_pre_hook(ModuleHook(recorder, note))
-
-
-def try_loader(
-    loader: Any, steps: Sequence[StepRecord], *, seconds: float = SECONDS
-) -> list[Remedy]:
+def try_loader(loader: Any, steps: NDArray[np.void], *, seconds: float = SECONDS) -> list[Remedy]:
     """Return what changes of a loader would bring to a training of these steps.
 
     Only torch's DataLoader, or what is built on it, has remedies, where the steps wait for it.
     """
-    steps_ns = np.array([step.wall_ns for step in steps], np.float64)
-    waited_ns = sum(step.data_wait_ns for step in steps)
-    if not isinstance(loader, DataLoader) or waited_ns < _NOTABLE * steps_ns.sum():
+    step_ns = steps["wall_ns"].mean()
+    if not isinstance(loader, DataLoader) or steps["data_wait_ns"].mean() < _NOTABLE * step_ns:
         return []
-    num_samples = np.median([step.num_samples for step in steps])
+    num_samples = np.median(steps["num_samples"])
     num_batches = max(1, round(num_samples / (loader.batch_size or math.inf)))
     pace = Pace.of_steps(steps, num_batches)
     epoch_steps = None
     if not isinstance(loader.dataset, IterableDataset):
         epoch_steps = math.ceil(len(loader) / num_batches)
-        if epoch_steps * steps_ns.mean() > _EPOCH_TRIALS * seconds * 1e9:
+        if epoch_steps * step_ns > _EPOCH_TRIALS * seconds * 1e9:
             epoch_steps = None
     times: dict[_Trial, list[float]] = {}
     with tempfile.TemporaryDirectory(prefix="fuelrail-remedies-") as folder:
@@ -250,21 +221,21 @@ def try_loader(
             run = functools.partial(
                 _run_trial, trial, pace, number=number, seconds=seconds, epoch_steps=epoch_steps
             )
-            times[trial] = [*times.get(trial, ()), *_in_fork(run, trial.name)]
+            times.setdefault(trial, []).extend(_in_fork(run, Path(folder, f"times-{number}")))
             if not times[first]:
                 return []
-    now = bootstrap_means(steps_ns, seed=0)
     # What the trial of the loader as it is misses of a real step, the others miss too.
-    missed = now.mean() / bootstrap_means(np.array(times.pop(first)), seed=1)
+    missed = step_ns / bootstrap_means(np.array(times.pop(first)), seed=1)
     return [
-        _remedy(trial.name, trial.line, bootstrap_means(np.array(spent), seed=2) * missed, now)
+        _remedy(trial.name, trial.line, bootstrap_means(np.array(spent), seed=2) * missed, steps)
         for trial, spent in times.items()
         if spent
     ]
 
 
-def _remedy(name: str, line: str, means: NDArray[np.float64], now: NDArray[np.float64]) -> Remedy:
-    """Compare resampled means of a step's time with a change, and as it is [ns]."""
+def _remedy(name: str, line: str, means: NDArray[np.float64], steps: NDArray[np.void]) -> Remedy:
+    """Compare resampled means of a step's time with a change with the steps as they are [ns]."""
+    now = bootstrap_means(steps["wall_ns"], seed=0)
     low, high = np.quantile(1 - means / now, (0.025, 0.975)).tolist()
     return Remedy(
         name=name,
@@ -277,55 +248,54 @@ def _remedy(name: str, line: str, means: NDArray[np.float64], now: NDArray[np.fl
 
 
 def _trials(loader: DataLoader[Any], epoch_steps: int | None, folder: Path) -> list[_Trial]:
-    options = {name: getattr(loader, name) for name in _OPTIONS}
-
     def make_loader(num_left_out: int, **changes: Any) -> DataLoader[Any]:
-        batches: dict[str, Any] = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
-        if not isinstance(loader.dataset, IterableDataset):
-            rows: Any = loader.batch_sampler or loader.sampler
-            if epoch_steps is None:  # one epoch without an end
-                epochs = itertools.chain.from_iterable(itertools.repeat(rows))
-                rows = itertools.islice(epochs, num_left_out, None)
-            batches = {"batch_sampler": rows}
-            if loader.batch_sampler is None:
-                batches = {"batch_size": None, "sampler": rows}
-        return DataLoader(loader.dataset, **batches, **(options | changes))
-
-    trials = [_Trial("as it is", "", make_loader)]
-
-    def add_trial(name: str, line: str | None = None, **changes: Any) -> None:
-        make = functools.partial(make_loader, **changes)
-        trials.append(_Trial(name, line or f"DataLoader(..., {name})", make))
+        options = {name: getattr(loader, name) for name in _OPTIONS} | changes
+        if isinstance(loader.dataset, IterableDataset):
+            options |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+            return DataLoader(loader.dataset, **options)
+        rows: Any = loader.batch_sampler or loader.sampler
+        if epoch_steps is None:  # one epoch without an end
+            epochs = itertools.chain.from_iterable(itertools.repeat(rows))
+            rows = itertools.islice(epochs, num_left_out, None)
+        if loader.batch_sampler is None:
+            return DataLoader(loader.dataset, batch_size=None, sampler=rows, **options)
+        return DataLoader(loader.dataset, batch_sampler=rows, **options)
 
     num_workers = loader.num_workers
     counts = {default_num_workers(), 2 * max(1, num_workers), 4 * max(1, num_workers)}
-    for count in sorted(counts - {num_workers}):
-        if count <= _MAX_WORKERS:
-            add_trial(f"num_workers={count}", num_workers=count)
+    changes = [("num_workers", count) for count in sorted(counts) if count <= _MAX_WORKERS]
     if num_workers:
-        factor = 2 * (loader.prefetch_factor or 2)
-        add_trial(f"prefetch_factor={factor}", prefetch_factor=factor)
-        if epoch_steps and not loader.persistent_workers:
-            add_trial("persistent_workers=True", persistent_workers=True)
-        calls = ["cv2.setNumThreads(0)"] if "cv2" in sys.modules else []
-        if find_spec("threadpoolctl") is not None:
-            calls.append("threadpoolctl.threadpool_limits(1)")
-        if calls:
-            line = f"DataLoader(..., worker_init_fn=lambda _: ({', '.join(calls)}))"
-            add_trial("one thread", line, worker_init_fn=OneThread(loader.worker_init_fn))
+        changes.append(("prefetch_factor", 2 * (loader.prefetch_factor or 2)))
+    if num_workers and epoch_steps:
+        changes.append(("persistent_workers", True))
+    trials = [_Trial("as it is", "", make_loader)]
+    make: Callable[[int], Iterable[Any] | None]
+    for option, value in changes:
+        if value != getattr(loader, option):
+            make = functools.partial(make_loader, **{option: value})
+            line = f"DataLoader(..., {option}={value})"
+            trials.append(_Trial(f"{option}={value}", line, make))
+    calls = ["cv2.setNumThreads(0)"] if "cv2" in sys.modules else []
+    if find_spec("threadpoolctl") is not None:
+        calls.append("threadpoolctl.threadpool_limits(1)")
+    if num_workers and calls:
+        line = f"DataLoader(..., worker_init_fn=lambda _: ({', '.join(calls)}))"
+        init = functools.partial(start_one_thread, loader.worker_init_fn)
+        make = functools.partial(make_loader, worker_init_fn=init)
+        trials.append(_Trial("one thread", line, make))
     line = (
         "fr.decode_jpeg(Path(path).read_bytes()) in place of PIL.Image.open(path) or "
         "cv2.imread(path)"
     )
     make = functools.partial(_with_own_decoder, loader, make_loader)
     trials.append(_Trial("fr.decode_jpeg", line, make))
-    files = _files_of(loader.dataset)
+    files = _files_of(loader.dataset)[:_MAX_SAMPLES]
     if files:
         line = (
             "fuelrail shard, then fr.DataLoader(DATASET, ...), which resizes the images in place "
             "of the dataset's own transforms"
         )
-        make = functools.partial(_shards_of, loader, files[:_MAX_SAMPLES], folder)
+        make = functools.partial(_shards_of, loader, files, folder)
         trials.append(_Trial("Fuelrail shards", line, make))
     return trials
 
@@ -345,18 +315,12 @@ def _run_trial(
     unit = epoch_steps or 1
     times: list[float] = []
     ends_s = math.inf
-
-    def compute(_: int) -> None:  # without Python's lock
-        end_ns = time.thread_time_ns() + pace.cpu_ns
-        while time.thread_time_ns() < end_ns:
-            hashlib.blake2b(_BLOCK)
-
     with ThreadPoolExecutor(pace.num_threads) as threads:
         while time.monotonic() < ends_s or len(times) < _MIN_STEPS or len(times) % unit:
             start_s = time.monotonic()
             for _ in range(pace.num_batches):
                 next(batches)
-            list(threads.map(compute, range(pace.num_threads)))
+            list(threads.map(pace.compute, range(pace.num_threads)))
             time.sleep(pace.idle_ns / 1e9)
             times.append(time.monotonic() - start_s)
             if ends_s == math.inf and len(times) == num_warm_up:
@@ -365,47 +329,32 @@ def _run_trial(
     return times
 
 
-def _in_fork(function: Callable[[], list[float]], name: str) -> list[float]:
+def _in_fork(run: functools.partial[list[float]], file: Path) -> list[float]:
     """Call a function in a process forked from this one; nothing where it fails."""
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
 
     def answer() -> None:
-        times = []
         try:
-            times = function()
+            file.write_bytes(msgspec.json.encode(run()))
         except Exception as error:  # noqa: BLE001 - of a caller's own code, under a change
-            sys.stderr.write(f"fuelrail: {name} was not tried: {error}\n")
-        sender.send(times)
+            sys.stderr.write(f"fuelrail: {run.args[0].name} was not tried: {error}\n")
 
-    process = context.Process(target=answer)
+    process = multiprocessing.get_context("fork").Process(target=answer)
     process.start()
-    sender.close()
-    try:
-        return receiver.recv() if receiver.poll(_LONGEST_S) else []
-    except EOFError:
-        return []
-    finally:
-        process.join(_JOIN_S)
-        process.kill()
-        process.join()
-        receiver.close()
+    process.join(_LONGEST_S)
+    process.kill()
+    process.join()
+    is_done = process.exitcode == 0 and file.exists()
+    return msgspec.json.decode(file.read_bytes(), type=list[float]) if is_done else []
 
 
-class OneThread:
-    """Starts a worker in which OpenCV and BLAS compute in one thread."""
-
-    def __init__(self, inner: Callable[[int], None] | None) -> None:
-        self._inner = inner
-
-    def __call__(self, worker: int) -> None:
-        """Start a worker."""
-        if self._inner is not None:
-            self._inner(worker)
-        if "cv2" in sys.modules:
-            sys.modules["cv2"].setNumThreads(0)
-        if find_spec("threadpoolctl") is not None:
-            importlib.import_module("threadpoolctl").threadpool_limits(1)
+def start_one_thread(start: Callable[[int], None] | None, worker: int) -> None:
+    """Start a worker in which OpenCV and BLAS compute in one thread."""
+    if start is not None:
+        start(worker)
+    if "cv2" in sys.modules:
+        sys.modules["cv2"].setNumThreads(0)
+    if find_spec("threadpoolctl") is not None:
+        importlib.import_module("threadpoolctl").threadpool_limits(1)
 
 
 def _with_own_decoder(
@@ -427,22 +376,17 @@ def _with_own_decoder(
     if pillow is not None:
         opened = pillow.open
 
-        def open_image(file: Any, *args: Any, **kwargs: Any) -> Any:
-            image = opened(file, *args, **kwargs)
+        def open_image(*args: Any, **kwargs: Any) -> Any:
+            image = opened(*args, **kwargs)
             if image.format != "JPEG" or image.mode != "RGB":
                 return image
-            if not hasattr(file, "read"):
-                return pillow.fromarray(decode(Path(file).read_bytes()))
-            file.seek(0)
-            return pillow.fromarray(decode(file.read()))
+            image.fp.seek(0)
+            return pillow.fromarray(decode(image.fp.read()))
 
         pillow.open = open_image
     opencv: Any = sys.modules.get("cv2")
     if opencv is not None:
         decoded = opencv.imdecode
-
-        def read_image(path: Any, flags: int = 1) -> Any:
-            return decode_image(Path(path).read_bytes(), flags)
 
         def decode_image(data: Any, flags: int) -> Any:
             data = bytes(data)
@@ -450,8 +394,8 @@ def _with_own_decoder(
                 return decoded(np.frombuffer(data, np.uint8), flags)
             return decode(data, "bgr")
 
-        opencv.imread = read_image
         opencv.imdecode = decode_image
+        opencv.imread = lambda path, flags=1: decode_image(Path(path).read_bytes(), flags)
     _first_item(loader)
     return make(num_left_out) if next(num_decoded) else None
 
@@ -490,41 +434,35 @@ def _shards_of(
     from fuelrail.sharding.api import shard
     from fuelrail.sharding.sources.shared.files import LINKED
 
-    item = _first_item(loader)
-    parts = list(item.values()) if isinstance(item, dict) else item
-    parts = parts if isinstance(parts, tuple | list) else [item]
-    shapes: list[Any] = [getattr(part, "shape", ()) for part in parts]
-    sizes: list[tuple[int, ...]] = [
-        tuple(shape) for shape in shapes if len(shape) == 3 and 3 in (shape[0], shape[-1])
-    ]
+    leaves = tree_leaves(_first_item(loader))
+    shapes: list[tuple[int, ...]] = [getattr(leaf, "shape", ()) for leaf in leaves]
+    sizes = [shape for shape in shapes if len(shape) == 3 and 3 in (shape[0], shape[-1])]
     if not sizes:
         return None
-    is_planes = sizes[0][0] == 3
-    height = sizes[0][1 if is_planes else 0]
-    width = sizes[0][2 if is_planes else 1]
+    height, width = sizes[0][1:] if sizes[0][0] == 3 else sizes[0][:2]
     images = folder / "images" / "images"
     images.mkdir(parents=True)
     for number, file in enumerate(files):
         (images / f"{number:06}{file.suffix.lower()}").symlink_to(file.absolute())
     os.environ[LINKED] = os.path.commonpath([file.absolute().parent for file in files])
     shard(f"imagefolder:{images.parent}", folder / "dataset", workers=1, engine="threads")
+    size = ImageAugment(height=height, width=width, resize="stretch")
     return FuelrailLoader(
         folder / "dataset",
         loader.batch_size or 1,
         shuffle=True,
         drop_last=True,
-        transforms=Transforms(image=ImageAugment(height=height, width=width, resize="stretch")),
+        transforms=Transforms(image=size),
     )
 
 
-def try_pinning(loader: Any, steps: Sequence[StepRecord]) -> list[Remedy]:
+def try_pinning(loader: Any, steps: NDArray[np.void]) -> list[Remedy]:
     """Return what pinned memory would bring: copies to the device take as much less of the step as
     copies of pinned memory are faster here.
     """
     from fuelrail.bench.measure.cuda import pinned_copy
 
-    copies_ns = sum(step.host_to_device_ns for step in steps)
-    is_small = copies_ns < _NOTABLE * sum(step.wall_ns for step in steps)
+    is_small = steps["host_to_device_ns"].sum() < _NOTABLE * steps["wall_ns"].sum()
     copy_pinned = None if is_small else pinned_copy(_COPIED_BYTES)
     if copy_pinned is None or getattr(loader, "pin_memory", True):
         return []
@@ -534,17 +472,16 @@ def try_pinning(loader: Any, steps: Sequence[StepRecord]) -> list[Remedy]:
     return [_compare("pin_memory=True", line, steps, phases=("host_to_device",), ways=ways)]
 
 
-def try_channels_last(
-    model: nn.Module, inputs: _Inputs, steps: Sequence[StepRecord]
-) -> list[Remedy]:
+def try_channels_last(model: nn.Module, inputs: Inputs, steps: NDArray[np.void]) -> list[Remedy]:
     """Return what another memory format would bring to a model, of which a copy is tried with
     random inputs of these shapes.
     """
-    weights = [part.weight for part in model.modules() if isinstance(part, nn.Conv2d)]
-    kinds = {type(part).__name__ for part in (*model.modules(), *model.parameters())}
-    if kinds & _OVER_RANKS or not any(
-        weight.is_contiguous() and weight[0].numel() > 1 for weight in weights
-    ):
+    parts = list(model.modules())
+    weights = [part.weight for part in parts if isinstance(part, nn.Conv2d)]
+    is_other = any(weight.is_contiguous() and weight[0].numel() > 1 for weight in weights)
+    kinds = {type(part).__name__ for part in (*parts, *model.parameters())}
+    is_compiled = any(part._compiled_call_impl is not None for part in parts)  # noqa: SLF001
+    if not (inputs and is_other) or kinds & _NOT_COPIED or is_compiled:
         return []
     states = random.getstate(), np.random.get_state()
     devices = {place.index or 0 for _, _, place in inputs if place.type == "cuda"}
@@ -552,8 +489,8 @@ def try_channels_last(
         tensors = [torch.rand(shape, device=place).to(kind) for shape, kind, place in inputs]
 
         def pass_through(form: torch.memory_format, twin: nn.Module) -> None:
-            parts = [part.to(memory_format=form) if part.dim() == 4 else part for part in tensors]
-            leaves = [leaf for leaf in tree_leaves(twin(*parts)) if isinstance(leaf, torch.Tensor)]
+            images = [part.to(memory_format=form) if part.dim() == 4 else part for part in tensors]
+            leaves = [leaf for leaf in tree_leaves(twin(*images)) if isinstance(leaf, torch.Tensor)]
             torch.stack([leaf.sum() for leaf in leaves if leaf.requires_grad]).sum().backward()  # type: ignore[no-untyped-call]
 
         ways = []
@@ -570,21 +507,20 @@ def try_channels_last(
 def _compare(
     name: str,
     line: str,
-    steps: Sequence[StepRecord],
+    steps: NDArray[np.void],
     *,
     phases: Sequence[str],
     ways: Sequence[Callable[[], object]],
 ) -> Remedy:
     """Time two ways in turns; the remedy is the second one, in these phases of a step."""
-    times: list[list[float]] = [[], []]
-    for _ in range(1 + _NUM_COMPARED):
-        for way, spent in zip(ways, times, strict=True):
-            start_s = time.monotonic()
-            way()
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            spent.append(time.monotonic() - start_s)
-    before, after = (bootstrap_means(np.array(spent[1:]), seed=1) for spent in times)
-    now = bootstrap_means(np.array([step.wall_ns for step in steps], np.float64), seed=0)
-    share_ns = np.mean([sum(step.phase_ns(phase) for phase in phases) for step in steps])
-    return _remedy(name, line, now - (1 - after / before) * share_ns, now)
+    times = np.empty((1 + _NUM_COMPARED, len(ways)))
+    for turn, way in np.ndindex(*times.shape):
+        start_s = time.monotonic()
+        ways[way]()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        times[turn, way] = time.monotonic() - start_s
+    before, after = (bootstrap_means(spent, seed=1) for spent in times[1:].T)
+    share_ns = sum(steps[f"{phase}_ns"].mean() for phase in phases)
+    means = bootstrap_means(steps["wall_ns"], seed=0) - (1 - after / before) * share_ns
+    return _remedy(name, line, means, steps)

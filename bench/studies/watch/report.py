@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 
 from fuelrail.bench.measure.clock import Summary, summarise_ns
-from fuelrail.bench.measure.display import display
-from fuelrail.bench.measure.machine import CpuUse, combine_host_uses, machine_facts
+from fuelrail.bench.measure.machine import CpuUse, machine_facts
 from fuelrail.bench.measure.nvml import GpuUse
 from fuelrail.bench.measure.occupancy import (
     MIN_MEASURED_STEPS,
@@ -24,7 +21,7 @@ from fuelrail.bench.measure.occupancy import (
     window_of,
 )
 from fuelrail.bench.measure.rates import Interval, bootstrap_means
-from fuelrail.bench.measure.records import RankLog, rank_path, read_rank
+from fuelrail.bench.measure.records import RankLog, Remedy, rank_path, read_rank, step_table
 from fuelrail.bench.report.files import (
     REPORT_JSON,
     ReportHead,
@@ -40,7 +37,6 @@ from fuelrail.bench.studies.watch.judge import (
     find_causes,
     late_steps,
     part_times,
-    total_details,
 )
 from fuelrail.pipeline.cli import counted
 
@@ -71,33 +67,13 @@ class RankTimes(msgspec.Struct, frozen=True, kw_only=True):
     says of its GPU.
     """
 
-    rank: Annotated[int, display("rank")]
-    device: Annotated[str, display("device")]
-    step_ms: Annotated[float, display("step", unit="ms")]
-    occupancy: Annotated[float, display("occupancy", digits=".1%")]
+    rank: int
+    device: str
+    step_ms: float
+    occupancy: float
     shares: dict[str, float]
-    last_in: Annotated[float, display("last", digits=".0%")]
+    last_in: float
     gpu: GpuUse | None = None
-
-
-class Remedy(msgspec.Struct, frozen=True, kw_only=True):
-    """A change that was tried, the line to change, the step's time with it, and the share of the
-    step that it saves with the ends of its 95 % interval.
-    """
-
-    name: Annotated[str, display("remedy")]
-    line: Annotated[str, display("line to change")]
-    step_ms: Annotated[float, display("step", unit="ms")]
-    gain: Annotated[float, display("saves of the step", digits=".1%")]
-    low: Annotated[float, display("at least", digits=".1%")]
-    high: Annotated[float, display("at most", digits=".1%")]
-
-    def as_text(self) -> str:
-        """Return the remedy in a line."""
-        ends = f"{self.low:.1%} to {self.high:.1%}"
-        if self.low <= 0 <= self.high:
-            return f"saves nothing certain ({ends}): {self.line}"
-        return f"saves {self.gain:.1%} of the step ({ends}): {self.line}"
 
 
 class WatchReport(ReportHead, frozen=True, kw_only=True):
@@ -141,80 +117,62 @@ class WatchReport(ReportHead, frozen=True, kw_only=True):
             f"{counted(self.window.num_measured_steps, 'step')} on "
             f"{counted(self.num_ranks, 'rank')}, {self.step_time.mean_ms:.1f} ms each"
         )
-        columns = [part for part in PARTS if any(rank.shares[part] >= 5e-4 for rank in self.ranks)]
-        header = ["rank", "step ms", *(part.replace("_", " ") for part in columns), "last"]
-        rows = [
-            [
-                f"{rank.rank}",
-                f"{rank.step_ms:.1f}",
-                *(f"{rank.shares[part]:.1%}" for part in columns),
-                f"{rank.last_in:.0%}",
-            ]
-            for rank in self.ranks[:_SHOWN_RANKS]
-        ]
-        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-        lines += [
-            "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-            for row in (header, *rows)
-        ]
-        lines += [
-            f"GPU of rank {rank.rank}: kernels ran {rank.gpu.kernels:.0%} of the time, memory "
-            f"{rank.gpu.peak_memory_bytes / 2**30:.1f} GiB, {rank.gpu.mean_sm_clock_mhz:.0f} MHz"
-            for rank in self.ranks[:_SHOWN_RANKS]
-            if rank.gpu is not None
-        ]
+        table = self.rank_table()[: 1 + _SHOWN_RANKS]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines += ["  ".join(map(str.rjust, row, widths)) for row in table]
         if len(self.ranks) > _SHOWN_RANKS:
             lines.append(f"and {len(self.ranks) - _SHOWN_RANKS} more ranks")
         return "\n".join(lines)
 
+    def rank_table(self) -> list[list[str]]:
+        """Return a row for each rank, below a header; parts that no rank has are left out."""
+        columns = [part for part in PARTS if any(rank.shares[part] >= 5e-4 for rank in self.ranks)]
+        rows = []
+        for rank in self.ranks:
+            cells = {"rank": f"{rank.rank}", "step ms": f"{rank.step_ms:.1f}"}
+            cells |= {part.replace("_", " "): f"{rank.shares[part]:.1%}" for part in columns}
+            cells["last"] = f"{rank.last_in:.0%}"
+            if rank.gpu is not None:
+                cells["kernels ran"] = f"{rank.gpu.kernels:.0%}"
+                cells["GPU GiB"] = f"{rank.gpu.peak_memory_bytes / 2**30:.1f}"
+                cells["GPU MHz"] = f"{rank.gpu.mean_sm_clock_mhz:.0f}"
+            rows.append(cells)
+        header = max(map(list, rows), key=len)
+        return [header, *([cells.get(name, "") for name in header] for cells in rows)]
+
     def as_prometheus(self) -> str:
         """Return the report as gauges, such as for the node exporter's textfile collector."""
-        samples = []
+        gauges: dict[str, dict[str, float]] = {name: {} for name in _GAUGES}
         for row in self.ranks:
             rank = f'rank="{row.rank}"'
-            samples.append(("step_seconds", rank, row.step_ms / 1e3))
-            samples.append(("occupancy_ratio", rank, row.occupancy))
+            gauges["step_seconds"][rank] = row.step_ms / 1e3
+            gauges["occupancy_ratio"][rank] = row.occupancy
             for part, share in row.shares.items():
-                samples.append(("part_ratio", f'{rank},part="{part}"', share))
+                gauges["part_ratio"][f'{rank},part="{part}"'] = share
         for finding in self.findings:
             blamed = "" if finding.rank is None else finding.rank
             labels = f'cause="{finding.cause}",phase="{finding.phase}",rank="{blamed}"'
-            samples.append(("finding_ratio", labels, finding.share))
+            gauges["finding_ratio"][labels] = finding.share
         lines = []
-        for gauge, text in _GAUGES.items():
-            lines.append(f"# HELP fuelrail_watch_{gauge} {text}")
-            lines.append(f"# TYPE fuelrail_watch_{gauge} gauge")
-            for name, labels, value in samples:
-                if name == gauge:
-                    lines.append(f"fuelrail_watch_{gauge}{{{labels}}} {value:.6g}")
+        for name, samples in gauges.items():
+            lines.append(f"# HELP fuelrail_watch_{name} {_GAUGES[name]}")
+            lines.append(f"# TYPE fuelrail_watch_{name} gauge")
+            for labels, value in samples.items():
+                lines.append(f"fuelrail_watch_{name}{{{labels}}} {value:.6g}")
         return "\n".join(lines) + "\n"
 
 
-def remedies_path(folder: Path, rank: int) -> Path:
-    """Return the path of the remedies that a rank tried."""
-    return folder / f"remedies-{rank:05d}.json"
-
-
-def conclude(
-    folder: Path, *, first_rank: int = 0, is_written: bool = True, is_last: bool = False
-) -> WatchReport | None:
+def conclude(folder: Path, *, is_written: bool = True, is_last: bool = False) -> WatchReport | None:
     """Return the report of the records in a folder; None where there are none.
 
     ``is_written``: write report.json and metrics.prom too, and the page where what draws it is
     installed. ``is_last``: also TensorBoard's scalars, where it is.
     """
-    records = folder / RECORDS
-    first = read_rank(rank_path(records, first_rank))
-    if first.header is None:
+    header = read_rank(rank_path(folder / RECORDS, 0)).header
+    if header is None:
         return None
-    logs = {first_rank: first}
-    if first_rank == 0:
-        logs |= {rank: read_rank(rank_path(records, rank)) for rank in range(1, first.header.world)}
-    files = [remedies_path(records, rank) for rank in logs]
-    tried = [
-        msgspec.json.decode(file.read_bytes(), type=list[Remedy]) for file in files if file.exists()
-    ]
-    report = build_report(logs, world=first.header.world, tried=tried)
+    logs = {rank: read_rank(rank_path(folder / RECORDS, rank)) for rank in range(header.world)}
+    report = build_report(logs, world=header.world)
     if is_written:
         publish_json(folder / REPORT_JSON, report)
         if find_spec("jinja2") is not None:
@@ -227,11 +185,10 @@ def conclude(
     return report
 
 
-def build_report(
-    logs: dict[int, RankLog], *, world: int, tried: Sequence[Sequence[Remedy]] = ()
-) -> WatchReport:
-    """Judge the records of ranks, by their numbers, with the remedies that each one tried."""
+def build_report(logs: dict[int, RankLog], *, world: int) -> WatchReport:
+    """Judge the records of ranks, by their numbers."""
     by_name: dict[str, list[Remedy]] = {}
+    tried = [log.remedies for log in logs.values() if log.remedies is not None]
     for remedy in itertools.chain.from_iterable(tried):
         by_name.setdefault(remedy.name, []).append(remedy)
     # The ranks go on together, so that one to which a remedy brings less holds the others up.
@@ -252,8 +209,7 @@ def build_report(
     warm_up = max(warm_up, num_records - _MAX_RECORDS)
     window = window_of([log.steps for log in logs.values()], warm_up)
     machine = machine_facts()
-    judged = {} if window.too_short else _judge(logs, window, machine.num_cpus)
-    return WatchReport(
+    report = WatchReport(
         schema=SCHEMA,
         version=VERSION,
         created=created_now(),
@@ -263,72 +219,63 @@ def build_report(
         num_ranks=len(logs),
         window=window,
         remedies=remedies,
-        **judged,
     )
-
-
-def _judge(logs: Mapping[int, RankLog], window: Window, num_cpus: float) -> dict[str, Any]:
-    """Return the report's fields that are known of a window that is long enough."""
+    if window.too_short:
+        return report
     inside = {rank: measured_steps(log.steps, window) for rank, log in logs.items()}
-    every = list(inside.values())
-    uses = []
-    for steps in every:
-        total = total_details(steps)
-        if total.host_cpu_ns:
-            own_ns = total.process_cpu_ns + total.workers_cpu_ns
-            use = CpuUse(
-                seconds=total.cpu_wall_ns / 1e9,
-                own_cpus=own_ns / total.cpu_wall_ns,
-                other_cpus=max(0, total.host_cpu_ns - own_ns) / total.cpu_wall_ns,
-                usable=num_cpus,
-            )
-            uses.append(use)
-    disturbed = combine_host_uses(uses).disturbed if uses else None
-    occupancy = occupancy_of([log.steps for log in logs.values()], window)
+    steps = step_table(inside.values())
+    parts = part_times(steps)
+    num_steps = steps["num_steps"]
+    # The host's CPUs, of which all ranks count the same use.
+    counted_ns = np.maximum(1, steps["cpu_wall_ns"].sum(axis=1))
+    own_ns = (steps["process_cpu_ns"] + steps["workers_cpu_ns"]).sum(axis=1)
+    own_cpus = float((own_ns / counted_ns).sum())
+    host_cpus = float((steps["host_cpu_ns"].sum(axis=1) / counted_ns).max())
+    cpu = CpuUse(
+        seconds=float(counted_ns.max()) / 1e9,
+        own_cpus=own_cpus,
+        other_cpus=max(0.0, host_cpus - own_cpus),
+        usable=machine.num_cpus,
+    )
     # The mean step and its parts, over ranks, with 95 % intervals over blocks of steps.
-    parts = np.array([[part_times(step) for step in steps] for steps in every], np.float64)
-    num_steps = np.array([step.details.num_steps for step in every[0]])
-    parts_ms = parts.mean(axis=0) / num_steps[:, None] / 1e6
-    columns = {"step [ms]": parts_ms.sum(axis=1)}
-    columns |= {f"{LABELS[part]} [ms]": parts_ms[:, row] for row, part in enumerate(PARTS)}
-    means = {}
-    for name, values in columns.items():
+    times = {}
+    for name, times_ns in {"step": steps["wall_ns"], **parts}.items():
+        values = times_ns.mean(axis=0) / num_steps[0] / 1e6
         low, high = np.quantile(bootstrap_means(values, seed=0), (0.025, 0.975)).tolist()
         if low > _MIN_MS:
-            means[name] = Interval(
+            times[f"{LABELS.get(name, name)} [ms]"] = Interval(
                 median=float(values.mean()),
                 low=low,
                 high=high,
                 confidence=0.95,
                 num_repeats=len(values),
             )
-    last = late_steps(every)
+    occupancy = occupancy_of([log.steps for log in logs.values()], window)
+    last = late_steps(steps)
     ranks = []
-    for row, (rank, steps) in enumerate(inside.items()):
-        header = logs[rank].header
-        wall_ns = sum(step.wall_ns for step in steps)
-        parts_ns = parts[row].sum(axis=0)
-        times = RankTimes(
+    for row, (rank, log) in enumerate(logs.items()):
+        wall_ns = steps["wall_ns"][row].sum()
+        rank_times = RankTimes(
             rank=rank,
-            device="unknown" if header is None else header.device,
-            step_ms=wall_ns / sum(step.details.num_steps for step in steps) / 1e6,
+            device="unknown" if log.header is None else log.header.device,
+            step_ms=float(wall_ns / num_steps[row].sum()) / 1e6,
             occupancy=occupancy.ranks[row].occupancy,
-            shares=dict(zip(PARTS, (parts_ns / wall_ns).tolist(), strict=True)),
+            shares={part: float(ns[row].sum() / wall_ns) for part, ns in parts.items()},
             last_in=last[row],
-            gpu=logs[rank].gpu,
+            gpu=log.gpu,
         )
-        ranks.append(times)
-    steps_ns = [step.wall_ns // step.details.num_steps for steps in every for step in steps]
-    return {
-        "disturbed": disturbed,
-        "step_time": summarise_ns(steps_ns),
-        "occupancy": occupancy,
-        "findings": find_causes(
+        ranks.append(rank_times)
+    return msgspec.structs.replace(
+        report,
+        disturbed=cpu.disturbed,
+        step_time=summarise_ns((steps["wall_ns"] // num_steps).ravel()),
+        occupancy=occupancy,
+        findings=find_causes(
             inside,
             num_workers=max(log.header.num_workers if log.header else 0 for log in logs.values()),
-            num_cpus=num_cpus,
-            is_loaded=disturbed is not None,
+            num_cpus=machine.num_cpus,
+            is_loaded=cpu.disturbed is not None,
         ),
-        "ranks": ranks,
-        "times": means,
-    }
+        ranks=ranks,
+        times=times,
+    )

@@ -15,9 +15,7 @@ from __future__ import annotations
 import atexit
 import functools
 import os
-import shutil
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,38 +30,23 @@ from fuelrail.bench.studies.watch.remedies import SECONDS, Trials
 from fuelrail.bench.studies.watch.report import RECORDS, WatchReport, conclude
 from fuelrail.bench.studies.watch.startup._fuelrail_after_import import AfterImport
 from fuelrail.pipeline.errors import ConfigError
+from fuelrail.pipeline.runtime.host import stated_rank
 
 
 class Session:
-    """The recording of this process, of which there is one."""
+    """The recording of this process, of which there is one; ``hooks`` are arguments of Hooks."""
 
     current: Session | None = None
 
-    def __init__(
-        self,
-        out: str | os.PathLike[str] | None,
-        *,
-        is_printed: bool,
-        **hooks: Any,  # arguments of Hooks
-    ) -> None:
-        rank = os.environ.get("RANK", "0")
-        world = os.environ.get("WORLD_SIZE", "1")
-        if not (rank.isdecimal() and world.isdecimal() and int(rank) < int(world)):
-            raise ConfigError(
-                f"RANK={rank} and WORLD_SIZE={world} in the environment must be integers, the "
-                "rank from 0 and below the size"
-            )
-        self.is_temporary = out is None
-        self.folder = Path(tempfile.mkdtemp(prefix="fuelrail-watch-") if out is None else out)
-        self._is_printed = is_printed
+    def __init__(self, out: str | os.PathLike[str] | None, **hooks: Any) -> None:
+        rank, world = stated_rank()
+        self.folder = Path("watch" if out is None else out)
         self._process = os.getpid()
-        self.recorder = Recorder(self.folder / RECORDS, rank=int(rank), world=int(world))
-        self._hooks = Hooks(self.recorder, on_ask=self.before_batch, **hooks)
-        has_loaders = bool(hooks.get("has_loaders"))
-        self._waiting = watch_packages(self._hooks, has_loaders=has_loaders)
-        self._waiting.append(AfterImport("wandb.sdk.wandb_run", self._watch_wandb))
         self._logged_run: Any = None
-        self._trials: Trials | None = None
+        self.recorder = Recorder(self.folder / RECORDS, rank=rank, world=world)
+        self.hooks = Hooks(self.recorder, **hooks)
+        self._waiting = watch_packages(self.hooks)
+        self._waiting.append(AfterImport("wandb.sdk.wandb_run", self._watch_wandb))
         atexit.register(self.close)
         Session.current = self
 
@@ -75,47 +58,33 @@ class Session:
         Session.current = None
         for package in self._waiting:
             package.remove()
-        self._hooks.remove()
-        if self._trials is not None and self.recorder.num_steps and self.recorder.rank == 0:
+        self.hooks.remove()
+        is_first = self.recorder.rank == 0
+        if is_first and self.hooks.on_ask is not None and self.recorder.num_steps:
             sys.stderr.write("fuelrail: no remedies were tried: the training made too few steps\n")
         self.recorder.close()
         self._log_to_wandb()
         try:
-            if self._is_printed and (self.is_temporary or self.recorder.rank == 0):
-                report = self.report(is_last=True)
+            if is_first and FOLDER_VARIABLE not in os.environ:  # else the command does so
+                report = conclude(self.folder, is_last=True)
                 if report is not None:
                     sys.stderr.write(f"{report.as_text()}\n")
         except Exception as error:  # noqa: BLE001 - the training was the point, and is over
             sys.stderr.write(f"fuelrail: the watch has no verdict: {error}\n")
-        if self.is_temporary:
-            shutil.rmtree(self.folder, ignore_errors=True)
-
-    def try_remedies(self, seconds: float) -> None:
-        """Try remedies as soon as there are steps enough to know the trainer's pace."""
-        self._trials = Trials(self.recorder, seconds)
-
-    def before_batch(self, loader: Any) -> None:
-        """Note that the loop is about to ask a loader for a batch."""
-        if self._trials is not None and self._trials.advance(loader, self._hooks.modules):
-            self._trials = None
-
-    def report(self, *, is_last: bool = False) -> WatchReport | None:
-        """Judge what all ranks have written so far; None before the first step."""
-        return conclude(
-            self.folder,
-            first_rank=self.recorder.rank if self.is_temporary else 0,
-            is_written=not self.is_temporary,
-            is_last=is_last,
-        )
 
     def _watch_wandb(self, module: Any) -> None:
         """Log to a run of W&B before it ends: when it is finished, or else when the process ends.
 
         W&B ends a run at exit, but after what was registered since the run began.
         """
-        self._hooks.call_before(module.Run, "finish", self._log_to_wandb)
         register = functools.cache(lambda: atexit.register(self._log_to_wandb))
-        self._hooks.call_before(module.Run, "log", register)
+
+        def call_both(call: Any, original: Any, /, *args: Any, **kwargs: Any) -> Any:
+            call()
+            return original(*args, **kwargs)
+
+        self.hooks.replace(module.Run, "log", functools.partial(call_both, register))
+        self.hooks.replace(module.Run, "finish", functools.partial(call_both, self._log_to_wandb))
 
     def _log_to_wandb(self) -> None:
         """Log this rank's steps to the run of W&B that is active, where there is one."""
@@ -145,8 +114,8 @@ class Watch:
         model: a module, or several, whose calls are forward passes. None: the outermost modules
             that the loop calls are found in its first steps.
         optimizer: the one whose steps count; None: every optimiser's.
-        out: folder for records and report, the same on all ranks. None: the verdict is of this rank
-            alone, and nothing is kept.
+        out: folder for records and report, the same on all ranks (default: `watch`, or that of the
+            process's recording).
 
     Raises ConfigError where the process records to another folder.
     """
@@ -162,35 +131,27 @@ class Watch:
         self.loader = loader
         session = Session.current
         if session is None:
-            models = [] if model is None else [model]
-            if isinstance(model, list | tuple):
-                models = list(model)
-            session = Session(out, is_printed=True, models=models, optimizer=optimizer)
+            models = model if isinstance(model, list | tuple) else [model]
+            models = [part for part in models if part is not None]
+            session = Session(out, models=models, optimizer=optimizer)
         elif out is not None and Path(out).absolute() != session.folder.absolute():
             raise ConfigError(
                 f"out='{out}': this process records to '{session.folder}' already; leave out= away"
             )
         self._session = session
-        self._recorder = session.recorder
-        self._recorder.note_workers(loader)
 
     def __iter__(self) -> Iterator[Any]:
-        def on_ask() -> None:
-            self._session.before_batch(self.loader)
-
-        return Batches(lambda: iter(self.loader), self._recorder, on_ask)
+        return Batches(self.loader, self._session.hooks)
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
-        if name == "loader":  # while this object is being unpickled
-            raise AttributeError(name)
-        return getattr(self.loader, name)
+        return getattr(self.__dict__.get("loader"), name)
 
     def report(self) -> WatchReport | None:
         """Judge the steps so far, of all ranks that write to the folder; None before the first."""
-        return self._session.report()
+        return conclude(self._session.folder)
 
     def try_remedies(self, *, seconds: float = SECONDS) -> None:
         """Find out what other settings of the loader would bring, and print it.
@@ -201,7 +162,7 @@ class Watch:
         BLAS in each, our decoder, our shards, pinned memory and ``channels_last``. Nothing of the
         training is changed by it. Loaders are tried that are torch's, or built on it.
         """
-        self._session.try_remedies(seconds)
+        self._session.hooks.on_ask = Trials(self._session.hooks, seconds).advance
 
     def finish(self) -> None:
         """End the recording, as the end of the process does, and print the verdict."""
@@ -214,6 +175,6 @@ watch = Watch
 def start_by_environment() -> None:
     """Record this process, as ``fuelrail watch`` asks for, which prints the verdict itself."""
     if Session.current is None:
-        session = Session(os.environ[FOLDER_VARIABLE], is_printed=False, has_loaders=True)
+        session = Session(os.environ[FOLDER_VARIABLE])
         if os.environ.get(TRY_VARIABLE):
-            session.try_remedies(SECONDS)
+            session.hooks.on_ask = Trials(session.hooks, SECONDS).advance

@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from fuelrail.bench.measure import recorder as module
+from fuelrail.bench.measure.clock import ThreadTimes
 from fuelrail.bench.measure.hooks import Hooks
 from fuelrail.bench.measure.recorder import Recorder, num_rows
 from fuelrail.bench.measure.records import PHASES, rank_path, read_rank
@@ -44,11 +45,11 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Ticks:
     ticks = Ticks()
     read = types.SimpleNamespace(
         monotonic_ns=lambda: ticks.ns,
-        thread_time_ns=lambda: ticks.ns // 2,
         process_time_ns=lambda: 0,
         sleep=lambda _: None,  # it takes no time
     )
     monkeypatch.setattr(module, "time", read)
+    monkeypatch.setattr(module, "thread_times", lambda: ThreadTimes(ticks.ns // 2, 0))
     return ticks
 
 
@@ -380,7 +381,7 @@ def test_torch_is_left_as_it_was(clock, tmp_path):
         ]
 
     before = patched()
-    loop = Loop(clock, tmp_path, has_loaders=True)
+    loop = Loop(clock, tmp_path)
     assert all(now != then for now, then in zip(patched(), before, strict=True))
     loop.learn()
     loop.hooks.remove()

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.abc
 import importlib.util
 import sys
 from collections.abc import Callable
 from typing import Any
 
 
-class AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds a module as if it were not here, and calls ``call`` with it when it has been run."""
-
-    loader: Any
+class AfterImport:
+    """Calls ``call`` with a module when it has been run: a finder in ``sys.meta_path`` until then."""
 
     def __init__(self, name: str, call: Callable[[Any], None]) -> None:
         self.name = name
@@ -28,25 +25,23 @@ class AfterImport(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             sys.meta_path.remove(self)
 
     def find_spec(self, name: str, *_: Any) -> Any:
-        """Find the module by all other finders."""
+        """Find the module by all other finders; its own loader makes the call once, after it."""
         if name != self.name:
             return None
         self.remove()
         spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            self.loader = spec.loader
-            spec.loader = self
+        loader: Any = None if spec is None else spec.loader
+        if loader is None:
+            return spec
+        run = loader.exec_module
+
+        def run_and_call(module: Any) -> None:
+            loader.exec_module = run
+            run(module)
+            self._try(module)
+
+        loader.exec_module = run_and_call
         return spec
-
-    def create_module(self, spec: Any) -> Any:
-        """Make the module as its own loader does."""
-        return self.loader.create_module(spec)
-
-    def exec_module(self, module: Any) -> None:
-        """Run the module, then make the call."""
-        module.__spec__.loader = module.__loader__ = self.loader
-        self.loader.exec_module(module)
-        self._try(module)
 
     def _try(self, module: Any) -> None:
         try:

@@ -10,12 +10,12 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
 import fuelrail as fr
 from fuelrail.bench.measure.records import rank_path, read_rank
-from fuelrail.bench.studies.watch.report import remedies_path
 from fuelrail.pipeline.errors import ConfigError
 from support.ranks import environment
 
@@ -70,7 +70,8 @@ def test_a_script_is_watched_without_a_line_in_it(script: Path, tmp_path: Path) 
     assert report["findings"][0]["cause"] == "host"
     steps = read_rank(rank_path(out / "records", 0)).steps
     assert len(steps) == 63  # without the one in which ranks may wait for each other's trials
-    assert json.loads(remedies_path(out / "records", 0).read_text()) == report["remedies"]
+    tried = read_rank(rank_path(out / "records", 0)).remedies
+    assert msgspec.to_builtins(tried) == report["remedies"]
     assert "fuelrail: the training pauses, remedies are tried" in errors
     assert {step.num_samples for step in steps} == {2}
     assert all(step.data_wait_ns and step.backward_ns and step.optimiser_ns for step in steps)
@@ -190,10 +191,10 @@ def test_a_watch_is_its_loader_and_there_is_one_recording_of_a_process(tmp_path:
     ] == batches  # a watch that ended goes on as a loader
 
 
-def test_a_batch_lives_no_longer_than_without_a_watch() -> None:
+def test_a_batch_lives_no_longer_than_without_a_watch(tmp_path: Path) -> None:
     import weakref
 
-    watched = fr.watch(torch.ones(2) for _ in range(3))
+    watched = fr.watch((torch.ones(2) for _ in range(3)), out=tmp_path)
     try:
         iterator = iter(watched)
         batch = next(iterator)

@@ -23,8 +23,8 @@ class Watched:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.recorder = Recorder(folder, rank=0, world=1)
-        self.hooks = Hooks(self.recorder, has_loaders=True)
-        self.waiting = watch_packages(self.hooks, has_loaders=True)
+        self.hooks = Hooks(self.recorder)
+        self.waiting = watch_packages(self.hooks)
         self.model = torch.nn.Linear(4, 1)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-6)
 

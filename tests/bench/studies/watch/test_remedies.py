@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 
@@ -14,10 +13,18 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import fuelrail as fr
-from fuelrail.bench.measure.records import StepDetails, StepRecord
+from fuelrail.bench.measure.records import (
+    RankLog,
+    Remedy,
+    StepDetails,
+    StepRecord,
+    rank_path,
+    read_rank,
+    step_table,
+)
 from fuelrail.bench.studies.watch import remedies as module
 from fuelrail.bench.studies.watch.remedies import Pace, try_channels_last, try_loader, with_waits
-from fuelrail.bench.studies.watch.report import Remedy, build_report, remedies_path
+from fuelrail.bench.studies.watch.report import build_report
 
 pytestmark = pytest.mark.process
 
@@ -42,6 +49,10 @@ def steps(count=12, *, wait_ms=30, work_ms=3, **changes):
         )
         for number in range(count)
     ]
+
+
+def table(count=12, **times):
+    return step_table([steps(count, **times)])[0]
 
 
 class Rows(Dataset[torch.Tensor]):
@@ -81,7 +92,7 @@ def test_a_pace_is_a_step_without_its_wait_and_without_what_it_queued():
         process_cpu_ns=20 * MS, cpu_wall_ns=100 * MS, trainer_queued_ns=20 * MS, data_cpu_ns=2 * MS
     )
     # Of 60 ms a CPU computes 12 ms, 2 of them while it waits for data, and 12 ms are queued.
-    pace = Pace.of_steps(steps(wait_ms=30, work_ms=30, details=details), 2)
+    pace = Pace.of_steps(table(wait_ms=30, work_ms=30, details=details), 2)
     assert pace.num_batches == 2
     assert pace.num_threads == 1
     assert (pace.cpu_ns, pace.idle_ns) == pytest.approx((10 * MS, (30 - 12 - 10) * MS))
@@ -91,13 +102,16 @@ def test_a_pace_has_no_wait_for_late_ranks():
     early = steps(6, wait_ms=10, work_ms=3 + 21, all_reduce_ns=21 * MS)
     late = steps(5, wait_ms=30, work_ms=3 + 1, all_reduce_ns=1 * MS)
     given = with_waits(early, [late])
-    assert [step.data_wait_ns for step in given] == [30 * MS] * 5 + [10 * MS]
-    pace = Pace.of_steps(given[:5], 1)
+    assert given["data_wait_ns"].tolist() == [30 * MS] * 5
+    pace = Pace.of_steps(given, 1)
     assert pace.cpu_ns + pace.idle_ns == pytest.approx(4 * MS)
 
 
 def names(loader, given=None):
-    return {remedy.name for remedy in try_loader(loader, given or steps(), seconds=SECONDS)}
+    return {
+        remedy.name
+        for remedy in try_loader(loader, table() if given is None else given, seconds=SECONDS)
+    }
 
 
 def test_what_applies_to_a_loader_is_tried(monkeypatch):
@@ -127,7 +141,7 @@ def test_images_in_files_are_tried_by_our_decoder_and_from_shards(tmp_path, monk
 
 
 def test_nothing_is_tried_where_the_loader_takes_no_time_or_is_none_of_torchs():
-    assert not names(DataLoader(Rows(), 2), steps(wait_ms=0))
+    assert not names(DataLoader(Rows(), 2), table(wait_ms=0))
     assert not names([torch.ones(2, 1)])
 
 
@@ -184,9 +198,8 @@ def test_a_training_is_bit_for_bit_the_same_with_trials_in_it(num_workers, tmp_p
     num_threads = torch.get_num_threads()
     plain = train(None, num_workers)
     tried = train(tmp_path, num_workers)
-    found = {
-        entry["name"] for entry in json.loads(remedies_path(tmp_path / "records", 0).read_text())
-    }
+    remedies = read_rank(rank_path(tmp_path / "records", 0)).remedies
+    found = {remedy.name for remedy in remedies}
     assert {"channels_last", "num_workers=4"} <= found
     assert tried == plain
     assert len(plain[0]) == 100
@@ -197,12 +210,12 @@ def test_a_memory_format_is_tried_on_a_copy():
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     shapes = [(torch.Size((2, 3, 8, 8)), torch.float32, torch.device("cpu"))]
-    (found,) = try_channels_last(model, shapes, steps())
+    (found,) = try_channels_last(model, shapes, table())
     assert found.name == "channels_last"
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert model[0].weight.grad is None
-    assert not try_channels_last(model.to(memory_format=torch.channels_last), shapes, steps())
-    assert not try_channels_last(nn.Linear(2, 2), shapes, steps())
+    assert not try_channels_last(model.to(memory_format=torch.channels_last), shapes, table())
+    assert not try_channels_last(nn.Linear(2, 2), shapes, table())
 
 
 def test_of_several_ranks_the_one_that_gains_least_counts():
@@ -210,6 +223,7 @@ def test_of_several_ranks_the_one_that_gains_least_counts():
         return Remedy(name=name, line="x", step_ms=1.0, gain=gain, low=gain - 0.1, high=gain + 0.1)
 
     tried = [[remedy(0.5), remedy(0.3, "other")], [remedy(0.05)]]
-    report = build_report({}, world=2, tried=tried)
+    logs = {rank: RankLog(remedies=remedies) for rank, remedies in enumerate(tried)}
+    report = build_report(logs, world=2)
     assert [entry.gain for entry in report.remedies] == [0.05]
     assert "tried: saves nothing certain (-5.0% to 15.0%): x" in report.as_text()
