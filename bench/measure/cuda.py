@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fuelrail.bench.measure.accelerator import Accelerator
 from fuelrail.bench.measure.clock import NS_PER_MS
+from fuelrail.bench.measure.recorder import record_event
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -73,13 +74,6 @@ class CudaAccelerator(Accelerator):
         self._launches = []
         self._arrivals = []
         return record
-
-
-def record_event() -> Event:
-    """Return an event that the compute stream passes here."""
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return event
 
 
 def pinned_copy(num_bytes: int) -> Callable[[int], None] | None:

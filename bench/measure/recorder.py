@@ -85,6 +85,15 @@ def _guarded(method: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+def record_event() -> Any:
+    """Return a ``torch.cuda.Event`` that the compute stream passes here."""
+    import torch
+
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
 class Recorder:
     """Records one rank: ``folder/rank-00000.jsonl``, which is made with the first step.
 
@@ -153,8 +162,6 @@ class Recorder:
 
     def use_device(self, device: Any) -> None:
         """Time phases by events of a CUDA device (``torch.device``) from the next step on."""
-        from fuelrail.bench.measure.cuda import record_event
-
         self.device = device
         self._record_event = record_event
         self._marks.clear()
