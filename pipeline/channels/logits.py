@@ -317,19 +317,23 @@ def decode(data: Buffer, channel: Channel) -> Logits:
     return logits._replace(mask=mask)
 
 
-def collate(values: Sequence[Logits | None], channel: Channel, _: tuple[int, ...]) -> Logits:
+def collate(
+    values: Sequence[Logits | None],
+    channel: Channel,
+    _: tuple[int, ...],
+) -> Logits:
     """Return the `Logits` of a batch: stacked, or one after the other where the table leaves the
     positions open.
     """
     code = code_of(channel)
     length = code.length or 0
-    missing = Logits(
+    placeholder = Logits(
         indices=np.zeros((length, code.k), np.int32),
         weights=np.zeros((length, code.k), np.float32),
         tail=np.zeros(length, np.float32) if code.is_topk else None,
         mask=np.zeros(length, bool),
     )
-    rows = [missing if value is None else value for value in values]
+    rows = [placeholder if value is None else value for value in values]
     join: Callable[..., NDArray[Any]] = np.stack
     offsets = None
     if code.length is None:

@@ -163,15 +163,15 @@ class KeyedPermutation:
         """Return values (int64, same shape) at ``positions`` (integers in [0, n)); raise
         OrderError outside.
         """
-        checked = as_positions(positions, self.n)
-        return self._map(checked, backwards=False)
+        places = as_positions(positions, self.n)
+        return self._map(places, backwards=False)
 
     def inverse(self, values: ArrayLike) -> I64:
         """Return positions (int64, same shape) of ``values`` (integers in [0, n)):
         ``p.inverse(p(x)) == x``.
         """
-        checked = as_positions(values, self.n, noun="value")
-        return self._map(checked, backwards=True)
+        numbers = as_positions(values, self.n, noun="value")
+        return self._map(numbers, backwards=True)
 
     def _map(self, inputs: I64, *, backwards: bool) -> I64:
         if self._table is not None:

@@ -49,7 +49,11 @@ class RegroupedOrder:
     use: ClassVar[str]
     """The field of an order's specification that asks for it."""
 
-    def __init__(self, base: EndlessOrder, costs: Sequence[NDArray[np.integer]]) -> None:
+    def __init__(
+        self,
+        base: EndlessOrder,
+        costs: Sequence[NDArray[np.integer]],
+    ) -> None:
         self.base = base
         self.costs = tuple(costs)
         self.identity: dict[str, Any] = {
@@ -232,7 +236,8 @@ def joined(pieces: Sequence[tuple[Entries, I64 | slice]]) -> Entries:
         valid = entries.valid[rows]
         rows_of_pieces.append((parts, samples, valid))
     columns = zip(*rows_of_pieces, strict=True)
-    return Entries(*map(np.concatenate, columns))
+    parts, samples, valid = map(np.concatenate, columns)
+    return Entries(parts, samples, valid)
 
 
 class _Count(NamedTuple):

@@ -41,11 +41,6 @@ MAX_DEPTH: Final = 100
 _Operation: TypeAlias = Callable[[Any, Any], pc.Expression]
 
 
-def _quotient(a: pc.Expression, b: pc.Expression) -> pc.Expression:
-    """Return the quotient as a float; Arrow's own of integers is cut to an integer."""
-    return a.cast(pa.float64()) / b
-
-
 def _remainder(a: pc.Expression, b: pc.Expression) -> pc.Expression:
     """Return the remainder of integers, with the sign of ``a``; overflow is an error of Arrow."""
     dividend = a.cast(pa.int64())
@@ -57,7 +52,7 @@ _BINARY: Final[dict[type[ast.operator], _Operation]] = {
     ast.Add: add,
     ast.Sub: sub,
     ast.Mult: mul,
-    ast.Div: _quotient,
+    ast.Div: lambda a, b: a.cast(pa.float64()) / b,  # Arrow's own cuts integers
     ast.Mod: _remainder,
 }
 _COMPARE: Final[dict[type[ast.cmpop], _Operation]] = {
@@ -161,9 +156,9 @@ class Filter:
                 return ~self._condition(operand, depth)
             case ast.Compare(left=left, ops=operators, comparators=rights):
                 result = None
-                for operator, right in zip(operators, rights, strict=True):
-                    comparison = self._comparison(left, operator, right, depth)
-                    result = comparison if result is None else result & comparison
+                for comparison, right in zip(operators, rights, strict=True):
+                    condition = self._comparison(left, comparison, right, depth)
+                    result = condition if result is None else result & condition
                     left = right
                 return result
             case ast.Constant(value=bool() as value):

@@ -89,8 +89,8 @@ def available_memory_bytes(cgroup: Path = _CGROUP, meminfo: Path = _MEMINFO) -> 
     limit = memory_limit_bytes(cgroup)
     if limit is None:
         return free
-    taken = int(_read(cgroup / "memory.current") or 0)
-    return min(free, max(0, limit - taken))
+    used_bytes = int(_read(cgroup / "memory.current") or 0)
+    return min(free, max(0, limit - used_bytes))
 
 
 def ranks_on_host() -> int:

@@ -93,7 +93,7 @@ def _column_chunks(
 
 def is_text(kind: pa.DataType) -> bool:
     """Return whether a type is of texts or bytes of any length."""
-    return (
+    return bool(
         pa.types.is_string(kind)
         or pa.types.is_large_string(kind)
         or pa.types.is_binary(kind)

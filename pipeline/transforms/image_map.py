@@ -86,10 +86,10 @@ class ImageMap:
         width, height = source_wh
         _check_size(width, height)
         return cls(
-            coefficients=(1.0, 0.0, 0.0, 0.0, 1.0, 0.0),
-            source_wh=(width, height),
-            out_wh=(width, height),
-            visible=(0.0, 0.0, width, height),
+            (1.0, 0.0, 0.0, 0.0, 1.0, 0.0),
+            (width, height),
+            (width, height),
+            (0.0, 0.0, width, height),
         )
 
     def resize(self, width: int, height: int) -> ImageMap:
@@ -109,7 +109,12 @@ class ImageMap:
             d * scale_y,
             ty * scale_y,
         )
-        return ImageMap(coefficients, self.source_wh, (width, height), self.visible)
+        return ImageMap(
+            coefficients,
+            self.source_wh,
+            (width, height),
+            self.visible,
+        )
 
     def crop(
         self,
@@ -130,14 +135,24 @@ class ImageMap:
             # source.
             canvas = _preimage(coefficients, width, height)
             visible = _intersect(visible, canvas)
-        return ImageMap(coefficients, self.source_wh, (width, height), visible)
+        return ImageMap(
+            coefficients,
+            self.source_wh,
+            (width, height),
+            visible,
+        )
 
     def flip(self) -> ImageMap:
         """Mirror the current canvas left to right: x' = width - x."""
         width, _ = self.out_wh
         a, b, tx, c, d, ty = self.coefficients
         coefficients = (-a, -b, width - tx, c, d, ty)
-        return ImageMap(coefficients, self.source_wh, self.out_wh, self.visible)
+        return ImageMap(
+            coefficients,
+            self.source_wh,
+            self.out_wh,
+            self.visible,
+        )
 
     def rotate(self, degrees: float) -> ImageMap:
         """Turn the content counter-clockwise (as seen, y down) about the canvas centre; the
@@ -169,7 +184,12 @@ class ImageMap:
             cos * d - sin * b,
             cos * ty - sin * tx + cy,
         )
-        return ImageMap(coefficients, self.source_wh, self.out_wh, self.visible)
+        return ImageMap(
+            coefficients,
+            self.source_wh,
+            self.out_wh,
+            self.visible,
+        )
 
     def of_rows(self, top: int, height: int) -> ImageMap:
         """Return the same map from another source: the pixel rows [top, top + height) of this
@@ -179,10 +199,10 @@ class ImageMap:
         left, visible_top, right, bottom = self.visible
         source_width, _ = self.source_wh
         return ImageMap(
-            coefficients=(a, b, tx + b * top, c, d, ty + d * top),
-            source_wh=(source_width, height),
-            out_wh=self.out_wh,
-            visible=(left, visible_top - top, right, bottom - top),
+            (a, b, tx + b * top, c, d, ty + d * top),
+            (source_width, height),
+            self.out_wh,
+            (left, visible_top - top, right, bottom - top),
         )
 
     def of_scaled(self, factor: int) -> ImageMap:
@@ -195,10 +215,10 @@ class ImageMap:
         scaled_width = scaled_size(source_width, 1, factor)
         scaled_height = scaled_size(source_height, 1, factor)
         return ImageMap(
-            coefficients=(a * factor, b * factor, tx, c * factor, d * factor, ty),
-            source_wh=(scaled_width, scaled_height),
-            out_wh=self.out_wh,
-            visible=(left / factor, top / factor, right / factor, bottom / factor),
+            (a * factor, b * factor, tx, c * factor, d * factor, ty),
+            (scaled_width, scaled_height),
+            self.out_wh,
+            (left / factor, top / factor, right / factor, bottom / factor),
         )
 
     @property
@@ -347,11 +367,15 @@ class ImageMap:
         if left >= right or top >= bottom:
             return 0, 0, 0, 0
         width, height = self.source_wh
+        first_column = math.floor(left - support_px)
+        first_row = math.floor(top - support_px)
+        end_column = math.ceil(right + support_px)
+        end_row = math.ceil(bottom + support_px)
         return (
-            max(0, math.floor(left - support_px)),
-            max(0, math.floor(top - support_px)),
-            min(width, math.ceil(right + support_px)),
-            min(height, math.ceil(bottom + support_px)),
+            max(0, first_column),
+            max(0, first_row),
+            min(width, end_column),
+            min(height, end_row),
         )
 
 
@@ -380,10 +404,12 @@ def _check_size(width: int, height: int) -> None:
 
 
 def _intersect(a: Rectangle, b: Rectangle) -> Rectangle:
-    left = max(a[0], b[0])
-    top = max(a[1], b[1])
-    right = min(a[2], b[2])
-    bottom = min(a[3], b[3])
+    a_left, a_top, a_right, a_bottom = a
+    b_left, b_top, b_right, b_bottom = b
+    left = max(a_left, b_left)
+    top = max(a_top, b_top)
+    right = min(a_right, b_right)
+    bottom = min(a_bottom, b_bottom)
     return left, top, right, bottom
 
 

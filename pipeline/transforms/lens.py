@@ -176,9 +176,7 @@ def rectified_places(places: F64, lens: Lens) -> F64:
     with needs("a lens that is undone"):
         import cv2
 
-    undo = cv2.undistortPoints
-    if lens.kind == "fisheye":
-        undo = cv2.fisheye.undistortPoints
+    undo = cv2.fisheye.undistortPoints if lens.kind == "fisheye" else cv2.undistortPoints
     points = np.ascontiguousarray(places, np.float64).reshape(-1, 1, 2)
     undistorted = undo(
         points,
