@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from fuelrail.pipeline.errors import IndexFileError, ManifestError
 from fuelrail.pipeline.format.index.fixed_columns import FixedColumns
+from fuelrail.pipeline.storage.columns import numpy_dtype
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.dtypes import I64
@@ -35,12 +36,8 @@ SHARDS_SCHEMA: Final = pa.schema(
     metadata={"fuelrail.shards.version": "1"},
 )
 _DTYPES: Final = {
-    "first_sample": np.dtype(np.int64),
-    "bytes": np.dtype(np.int64),
-    "sha256": np.dtype("V32"),
-    "framed": np.dtype(np.uint8),
-    "idx_bytes": np.dtype(np.int64),
-    "idx_sha256": np.dtype("V32"),
+    field.name: np.dtype("V32") if field.type == pa.binary(32) else numpy_dtype(field.type)
+    for field in SHARDS_SCHEMA
 }
 _ENDINGS: Final = (".tar", ".tar.zst")
 
