@@ -82,7 +82,11 @@ def command(
         for option in options:
             module_name, name = option.split(":")
             module = importlib.import_module(f"fuelrail.{module_name}")
-            add_flags(parser, getattr(module, name), names=getattr(module, "FLAGS", None))
+            add_flags(
+                parser,
+                getattr(module, name),
+                names=getattr(module, "FLAGS", None),
+            )
 
     def register(run: Run) -> Run:
         summary, _, details = (run.__doc__ or "").partition("\n\n")
@@ -99,7 +103,9 @@ def command(
 
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun: ``1 shard``, ``2,000 shards``."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number:,} {noun}s"
 
 
 def add_flags(
@@ -139,7 +145,8 @@ def add_flags(
 def given_flags(args: argparse.Namespace, kind: type[msgspec.Struct]) -> dict[str, str]:
     """Return the flags of a struct that the command line has: field to flag."""
     flags: dict[str, str] = getattr(args, _flags_of(kind))
-    return {name: flag for name, flag in flags.items() if f"{kind.__name__}.{name}" in args}
+    prefix = f"{kind.__name__}."
+    return {name: text for name, text in flags.items() if prefix + name in args}
 
 
 def from_flags(args: argparse.Namespace, kind: type[S]) -> S:
@@ -150,16 +157,17 @@ def from_flags(args: argparse.Namespace, kind: type[S]) -> S:
     texts = {name: getattr(args, f"{kind.__name__}.{name}") for name in flags}
     values = dict(texts)
     for field in _described(kind):
-        if field.parse is not None and field.name in flags:
+        name = field.name
+        if field.parse is not None and name in flags:
             try:
-                values[field.name] = field.parse(texts[field.name])
+                values[name] = field.parse(texts[name])
             except ConfigError as error:
-                raise ConfigError(f"{flags[field.name]} {texts[field.name]!r}: {error}") from error
+                raise ConfigError(f"{flags[name]} {texts[name]!r}: {error}") from error
     try:
         return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:
         fault = find_fault(error, values, kind, names_none=False)
-        name = fault.path.partition(".")[0].partition("[")[0]
+        name, *_ = re.split(r"[.\[]", fault.path)
         if name not in flags:
             raise ConfigError(str(fault)) from error
         flag = f"{flags[name]} {texts[name]}"
@@ -196,23 +204,18 @@ def _described(kind: type[msgspec.Struct]) -> Iterator[_Field]:
         help_text = str(meta["description"])
         default = field.default
         if isinstance(types[0], inspect.BoolType):
-            flag, action = (
-                (f"no-{name}", "store_false") if default is True else (name, "store_true")
-            )
+            is_on = default is True
             yield _Field(
                 name=field.name,
-                flag=flag,
+                flag=f"no-{name}" if is_on else name,
                 help=help_text.replace("%", "%%"),
                 required=False,
                 parse=None,
-                arguments={"action": action},
+                arguments={"action": "store_false" if is_on else "store_true"},
             )
             continue
-        if (
-            not field.required
-            and isinstance(default, int | float | str)
-            and "default" not in help_text
-        ):
+        has_default = not field.required and isinstance(default, int | float | str)
+        if has_default and "default" not in help_text:
             help_text += f" (default: {default})"
         is_number = isinstance(types[0], inspect.IntType | inspect.FloatType)
         parse = meta.get("parse")
@@ -221,9 +224,9 @@ def _described(kind: type[msgspec.Struct]) -> Iterator[_Field]:
             kind = types[0].cls
             parse = partial(load_yaml, to=kind)
             metavar = "PRESET_OR_YAML" if preset_files(kind) else "YAML"
-        arguments: dict[str, Any] = (
-            {} if parse else _arguments(types, f"{kind.__name__}.{field.name}")
-        )
+        arguments: dict[str, Any] = {}
+        if parse is None:
+            arguments = _arguments(types, f"{kind.__name__}.{field.name}")
         if meta.get("repeat"):
             arguments.update(action="append")
             del arguments["nargs"]
@@ -244,7 +247,8 @@ def _described(kind: type[msgspec.Struct]) -> Iterator[_Field]:
 def _plain_types(kind: inspect.Type, meta: dict[str, Any]) -> Iterator[inspect.Type]:
     """Yield the types of a field, without None; ``meta`` gets what their Meta says."""
     if isinstance(kind, inspect.Metadata):
-        meta.update({**(kind.extra_json_schema or {}), **(kind.extra or {})})
+        meta |= kind.extra_json_schema or {}
+        meta |= kind.extra or {}
         yield from _plain_types(kind.type, meta)
     elif isinstance(kind, inspect.UnionType):
         for part in kind.types:
@@ -263,23 +267,19 @@ def _arguments(types: list[inspect.Type], field: str) -> dict[str, Any]:
                 values += kind.values
         return {"choices": values}
     if isinstance(types[0], inspect.ListType | inspect.VarTupleType):
-        return {
-            "nargs": "+",
-            **_arguments(list(_plain_types(types[0].item_type, {})), field),
-        }
-    if inspect.FloatType in kinds and kinds <= {
-        inspect.FloatType,
-        inspect.IntType,
-    }:
-        return {"type": float}
-    if inspect.IntType in kinds and kinds <= {
-        inspect.IntType,
-        inspect.LiteralType,
-        inspect.StrType,
-    }:
-        return {"type": int if len(kinds) == 1 else _number_or_text}
+        item_types = list(_plain_types(types[0].item_type, {}))
+        arguments = _arguments(item_types, field)
+        return {"nargs": "+", **arguments}
     if kinds == {inspect.StrType}:
         return {}
+    if kinds == {inspect.IntType}:
+        return {"type": int}
+    is_number = kinds <= {inspect.FloatType, inspect.IntType}
+    if is_number and inspect.FloatType in kinds:
+        return {"type": float}
+    is_number_or_text = kinds <= {inspect.IntType, inspect.LiteralType, inspect.StrType}
+    if is_number_or_text and inspect.IntType in kinds:
+        return {"type": _number_or_text}
     raise TypeError(f"{field}: a flag for this type needs Meta(extra={{'parse': ...}})")
 
 
@@ -312,7 +312,10 @@ def run_presets(args: argparse.Namespace) -> int:
     scenarios.
     """
     report = presets()
-    print_json(report) if from_flags(args, PrintOptions).json else print(report.as_text())  # noqa: T201
+    if from_flags(args, PrintOptions).json:
+        print_json(report)
+    else:
+        print(report.as_text())  # noqa: T201
     return 0
 
 

@@ -88,7 +88,12 @@ def how_to_install(*requirements: str) -> str:
 
 
 @contextmanager
-def needs(feature: str, install: str | None = None, *, extra: str | None = None) -> Iterator[None]:
+def needs(
+    feature: str,
+    install: str | None = None,
+    *,
+    extra: str | None = None,
+) -> Iterator[None]:
     """Raise ConfigError where an import in the block fails: ``feature`` needs the package.
 
     ``install`` brings it. Without ``install`` the error is about torch, OpenCV, rich or webdataset,
@@ -211,7 +216,13 @@ class MemberError(FuelrailError):
     None).
     """
 
-    def __init__(self, message: str, *, key: str | None = None, member: str | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        key: str | None = None,
+        member: str | None = None,
+    ) -> None:
         self.message = message
         self.key = key
         self.member = member

@@ -1,4 +1,7 @@
-"""The public names of a package, which its stub ``__init__.pyi`` lists: each is imported on first use."""
+"""The public names of a package, which its stub ``__init__.pyi`` lists.
+
+Each is imported on first use.
+"""
 
 from __future__ import annotations
 
@@ -13,26 +16,32 @@ from typing import Any
 
 def read_public_names(stub: Path) -> dict[str, tuple[str, str]]:
     """Return each public name of a stub with its module and its name there."""
+    tree = ast.parse(stub.read_text(encoding="utf-8"))
     places = {}
-    for statement in ast.parse(stub.read_text(encoding="utf-8")).body:
+    for statement in tree.body:
         if isinstance(statement, ast.ImportFrom):
+            module = statement.module or ""
             for alias in statement.names:
-                places[alias.asname or alias.name] = (
-                    statement.module or "",
-                    alias.name,
-                )
+                public_name = alias.asname or alias.name
+                places[public_name] = (module, alias.name)
         elif isinstance(statement, ast.Assign):  # a name that is another one in its module
             (target,) = statement.targets
-            places[ast.unparse(target)] = places.pop(ast.unparse(statement.value))
+            public_name = ast.unparse(target)
+            imported_name = ast.unparse(statement.value)
+            places[public_name] = places.pop(imported_name)
     return places
 
 
-def lazy_names(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+def lazy_names(
+    package: str,
+    file: str,
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return ``__getattr__`` and ``__dir__`` of a package whose ``__init__.py`` is ``file``.
 
     ``__getattr__`` raises ConfigError where a name needs an extra that is not installed.
     """
-    public_names = functools.cache(lambda: read_public_names(Path(file).with_suffix(".pyi")))
+    stub = Path(file).with_suffix(".pyi")
+    public_names = functools.cache(lambda: read_public_names(stub))
 
     def resolve(name: str) -> Any:
         if name.startswith("__") or name not in public_names():
@@ -42,9 +51,7 @@ def lazy_names(package: str, file: str) -> tuple[Callable[[str], Any], Callable[
             return import_module(f"{package}.{attribute}")
 
         # Imported here, for `import fuelrail` alone is light.
-        from fuelrail.pipeline.errors import (
-            needs,
-        )
+        from fuelrail.pipeline.errors import needs
 
         with needs(f"{package}.{name}"):
             value = getattr(import_module(module), attribute)
@@ -52,7 +59,8 @@ def lazy_names(package: str, file: str) -> tuple[Callable[[str], Any], Callable[
         return value
 
     def list_names() -> list[str]:
-        special = [name for name in vars(sys.modules[package]) if name.startswith("__")]
+        module_names = vars(sys.modules[package])
+        special = [name for name in module_names if name.startswith("__")]
         return sorted([*special, *public_names()])
 
     return resolve, list_names

@@ -215,7 +215,11 @@ def flag(description: str, **extra: object) -> msgspec.Meta:
     return msgspec.Meta(description=description, extra=extra or None)
 
 
-def check_types(settings: msgspec.Struct, error: type[Exception], where: str | None = None) -> None:
+def check_types(
+    settings: msgspec.Struct,
+    error: type[Exception],
+    where: str | None = None,
+) -> None:
     """Raise ``error``, naming field, value and what is allowed, where one is not of its type; for
     ``__post_init__``.
 
@@ -274,7 +278,11 @@ def as_settings(value: object, kind: type[S], name: str) -> S:
     raise ConfigError(f"{name}={_short(value)} must be {_forms(kind)}")
 
 
-def make_options(kind: type[S], options: S | None, changes: Mapping[str, object]) -> S:
+def make_options(
+    kind: type[S],
+    options: S | None,
+    changes: Mapping[str, object],
+) -> S:
     """Return options with ``changes`` (fields by name), all checked; ``options`` None: the
     defaults.
 
@@ -286,12 +294,13 @@ def make_options(kind: type[S], options: S | None, changes: Mapping[str, object]
             f"{_short(options)} must be a {kind.__name__}; or give its fields by name"
         )
     values = {} if options is None else msgspec.structs.asdict(options)
+    kinds = {field.name: field.type for field in _fields(kind)}
     for name, value in changes.items():
-        plain = os.fspath(value) if isinstance(value, os.PathLike) else value
-        kinds = {field.name: field.type for field in _fields(kind)}
-        values[name] = (
-            _resolved(plain, kinds[name], f"{kind.__name__}.{name}") if name in kinds else plain
-        )
+        if isinstance(value, os.PathLike):
+            value = os.fspath(value)
+        if name in kinds:
+            value = _resolved(value, kinds[name], f"{kind.__name__}.{name}")
+        values[name] = value
     return convert(values, kind, kind.__name__)
 
 
@@ -305,9 +314,8 @@ def _check_type(
     try:
         converted: object = msgspec.convert(value, type=annotation)
         # NumPy scalars and tensors look like an empty mapping to msgspec.
-        if isinstance(converted, msgspec.Struct) and not isinstance(
-            value, msgspec.Struct | Mapping
-        ):
+        has_fields = isinstance(value, msgspec.Struct | Mapping)
+        if isinstance(converted, msgspec.Struct) and not has_fields:
             raise TypeError(f"got {type(value).__name__}")
     except (
         msgspec.ValidationError,
@@ -343,11 +351,14 @@ def _resolved(value: object, annotation: object, name: str) -> object:
     structs = [kind.cls for kind in kinds if isinstance(kind, inspect.StructType)]
     if len(structs) == 1:
         return as_settings(value, structs[0], name)
-    values = [kind.value_type for kind in kinds if isinstance(kind, inspect.DictType)]
-    named = [kind.cls for kind in values if isinstance(kind, inspect.StructType)]
-    if len(named) == 1 and isinstance(value, Mapping):
-        return {key: as_settings(item, named[0], f"{name}.{key}") for key, item in value.items()}
-    return value
+    value_types = [kind.value_type for kind in kinds if isinstance(kind, inspect.DictType)]
+    value_structs = [kind.cls for kind in value_types if isinstance(kind, inspect.StructType)]
+    if len(value_structs) != 1 or not isinstance(value, Mapping):
+        return value
+    settings = {}
+    for key, item in value.items():
+        settings[key] = as_settings(item, value_structs[0], f"{name}.{key}")
+    return settings
 
 
 def _allowed(annotation: object) -> str | None:
@@ -355,35 +366,37 @@ def _allowed(annotation: object) -> str | None:
     neither is known.
     """
     for meta in getattr(annotation, "__metadata__", ()):
-        words = (meta.extra or {}).get("must be") if isinstance(meta, msgspec.Meta) else None
-        if words is not None:
-            return str(words)
+        if isinstance(meta, msgspec.Meta) and meta.extra is not None:
+            words = meta.extra.get("must be")
+            if words is not None:
+                return str(words)
     kinds = list(_variants([inspect.type_info(annotation)]))
     structs = [kind.cls for kind in kinds if isinstance(kind, inspect.StructType)]
-    allowed_types = {inspect.StructType, inspect.NoneType}
-    if len(structs) != 1 or not {type(kind) for kind in kinds} <= allowed_types:
+    types = {type(kind) for kind in kinds}
+    if len(structs) != 1 or not types <= {inspect.StructType, inspect.NoneType}:
         return None
-    return _forms(structs[0]) + (", or None" if len(kinds) > 1 else "")
+    forms = _forms(structs[0])
+    if inspect.NoneType in types:
+        return f"{forms}, or None"
+    return forms
 
 
 def _forms(kind: type) -> str:
     name = kind.__name__
+    article = "an" if name[0] in "AEIOU" else "a"
     preset = ", a preset's name" if name in _PRESETS else ""
-    return (
-        f"{'an' if name[0] in 'AEIOU' else 'a'} {name}, a dict of its fields{preset}, or the "
-        "path of a YAML file"
-    )
+    return f"{article} {name}, a dict of its fields{preset}, or the path of a YAML file"
 
 
 def _short(value: object) -> str:
     text = repr(value)
-    return text if len(text) <= MAX_VALUE else f"{text[:MAX_VALUE]}..."
+    if len(text) > MAX_VALUE:
+        return f"{text[:MAX_VALUE]}..."
+    return text
 
 
 @cache
-def _fields(
-    kind: type[msgspec.Struct],
-) -> tuple[msgspec.structs.FieldInfo, ...]:
+def _fields(kind: type[msgspec.Struct]) -> tuple[msgspec.structs.FieldInfo, ...]:
     return msgspec.structs.fields(kind)
 
 
@@ -409,10 +422,12 @@ def read_pairs(
     numbers: dict[str, N] = {}
     for part in text.split(","):
         name, _, value = part.strip().partition("=")
-        with suppress(ValueError):
-            if name in names and name not in numbers and 0 < number(value) <= _LARGE:
-                numbers[name] = number(value)
-                continue
+        if name in names and name not in numbers:
+            with suppress(ValueError):
+                parsed = number(value)
+                if 0 < parsed <= _LARGE:
+                    numbers[name] = parsed
+                    continue
         raise ConfigError(
             f"{subject} '{text}' has the part '{part}'; write {rule}: {', '.join(names)}"
         )
@@ -425,10 +440,11 @@ def read_text(file: Path) -> str:
     """
     with file.open("rb") as stream:
         data = stream.read(UNTYPED.maximum + 1)
-    text = UNTYPED.broken(len(data))
-    if text is not None:
-        raise OSError(errno.EFBIG, f"it {text}")
-    return data.decode("utf-8").replace("\r\n", "\n")
+    reason = UNTYPED.broken(len(data))
+    if reason is not None:
+        raise OSError(errno.EFBIG, f"it {reason}")
+    text = data.decode("utf-8")
+    return text.replace("\r\n", "\n")
 
 
 def parse_yaml(text: str, *, takes_merges: bool) -> tuple[yaml.Node | None, Any]:
@@ -459,9 +475,9 @@ def parse_yaml(text: str, *, takes_merges: bool) -> tuple[yaml.Node | None, Any]
 
 
 def _check_yaml(number: int, limit: Limit) -> None:
-    text = limit.broken(number)
-    if text is not None:
-        raise ValueError(f"it {text}")
+    reason = limit.broken(number)
+    if reason is not None:
+        raise ValueError(f"it {reason}")
 
 
 def _expanded_nodes(
@@ -496,9 +512,13 @@ def _expanded_nodes(
         if isinstance(node, yaml.MappingNode):
             children = itertools.chain.from_iterable(node.value)
         for child in children:
-            more, deeper = _expanded_nodes(child, sizes, takes_merges=takes_merges)
-            number += more
-            levels = max(levels, deeper)
+            child_number, child_levels = _expanded_nodes(
+                child,
+                sizes,
+                takes_merges=takes_merges,
+            )
+            number += child_number
+            levels = max(levels, child_levels)
         levels += 1
         _check_yaml(number, YAML_VALUES)
         _check_yaml(levels, YAML_DEPTH)
@@ -518,14 +538,13 @@ def load_yaml(path: str | os.PathLike[str], to: type[S]) -> S:
     try:
         text = read_text(file)
     except OSError as error:
+        hint = ""
         if presets_by_name:
-            hint = (
-                f"; presets: {', '.join(presets_by_name)}{did_you_mean(str(path), presets_by_name)}"
-            )
-        else:
-            hint = ""
+            hint = f"; presets: {', '.join(presets_by_name)}"
+            hint += did_you_mean(str(path), presets_by_name)
         for kind, folder in _PRESETS.items():
-            if str(path) in {preset.stem for preset in (_CONFIGS / folder).glob("*.yaml")}:
+            preset_names = [preset.stem for preset in (_CONFIGS / folder).glob("*.yaml")]
+            if str(path) in preset_names:
                 hint += f"; '{path}' is a preset of {kind}, which is a value of another field"
         raise ConfigError(
             f"config file '{shortened(file)}' cannot be read: {error.strerror}{hint}"
@@ -620,13 +639,18 @@ def find_fault(
 
     Without ``names_none`` the rule does not say that a value may be None: a flag cannot give it.
     """
-    match = re.fullmatch(r"(.*) - at (`key` in )?`\$(.*)`", str(error), re.DOTALL)
-    text = str(error) if match is None else match[1]
-    path = _ROOT if match is None else match[3].lstrip(".") or _ROOT
+    text = str(error)
+    path = _ROOT
+    is_key = False
+    match = re.fullmatch(r"(.*) - at (`key` in )?`\$(.*)`", text, re.DOTALL)
+    if match is not None:
+        text = match[1]
+        path = match[3].lstrip(".") or _ROOT
+        is_key = match[2] is not None
     if "[...]" in path:
         path = _with_keys(path, str(error), value, to)
     words = requirement_in_words(text)
-    if match is not None and match[2]:
+    if is_key:
         return SettingFault(path, f"a key {words}")
     kinds: list[inspect.Type] = [inspect.type_info(to)]
     outer = value
@@ -635,23 +659,24 @@ def find_fault(
         kinds = [inner for kind in variants for inner in _inner(kind, step)]
         outer = _value_at(outer, step)
     variants = _tagged(kinds, outer)
-    field = re.search(r"(missing required|contains unknown) field `([^`]+)`", text)
-    if field is not None:
-        is_unknown = field[1] == "contains unknown"
+    field_fault = re.search(r"(missing required|contains unknown) field `([^`]+)`", text)
+    if field_fault is not None:
+        is_unknown = field_fault[1] == "contains unknown"
+        name = field_fault[2]
         structs = [kind for kind in variants if isinstance(kind, inspect.StructType)]
         hint = ""
         # Of several structs msgspec does not say which one it took; the wrong keys would be worse
         # than none.
         if len(structs) == 1:
-            names = [struct_field.encode_name for struct_field in structs[0].fields]
+            names = [field.encode_name for field in structs[0].fields]
             hint = f"; allowed here: {', '.join(names)}"
             if is_unknown:
-                hint += did_you_mean(field[2], names)
+                hint += did_you_mean(name, names)
         return SettingFault(
             path,
             words,
             hint=hint,
-            unknown_field=field[2] if is_unknown else None,
+            unknown_field=name if is_unknown else None,
         )
     enum_value = re.fullmatch(r"Invalid (?:enum )?value (.+)", text, re.DOTALL)
     if enum_value is None and not text.startswith("Expected "):
@@ -660,11 +685,11 @@ def find_fault(
     wrong = _value_at(value, path)
     if rule is None or (wrong is _UNKNOWN and enum_value is None):
         return SettingFault(path, words)
+    text_types = inspect.StrType | inspect.LiteralType
+    takes_text = any(isinstance(kind, text_types) for kind in _variants(kinds))
     if enum_value is not None:
         got = enum_value[1]
-    elif isinstance(wrong, str) and not any(
-        isinstance(kind, inspect.StrType | inspect.LiteralType) for kind in _variants(kinds)
-    ):
+    elif isinstance(wrong, str) and not takes_text:
         got = f"the text {_short(wrong)}"
     elif isinstance(wrong, datetime.date):
         got = f"the date {wrong}"
@@ -672,8 +697,14 @@ def find_fault(
         got = _short(wrong)
     hint = ""
     if enum_value is not None and isinstance(wrong, str):
-        hint = did_you_mean(wrong, map(str, _choices(_variants(kinds))))
-    return SettingFault(path, f"must be {rule}", f"; got {got}", hint)
+        choices = _choices(_variants(kinds))
+        hint = did_you_mean(wrong, map(str, choices))
+    return SettingFault(
+        path,
+        rule=f"must be {rule}",
+        got=f"; got {got}",
+        hint=hint,
+    )
 
 
 def _steps(path: str) -> list[str]:
@@ -699,16 +730,21 @@ def _with_keys(
     mapping = _value_at(value, begin or _ROOT)
     keys = list(mapping) if isinstance(mapping, Mapping) else []
     while len(keys) > 1:  # the first wrong entry is named: in the first half, or behind it
-        half = keys[: len(keys) // 2]
+        middle = len(keys) // 2
+        first_half = keys[:middle]
+        is_in_first_half = False
         try:
-            msgspec.convert(_with_entries(value, steps, half), to, str_keys=True)
-            is_here = False
+            part = _with_entries(value, steps, first_half)
+            msgspec.convert(part, to, str_keys=True)
         except (msgspec.ValidationError, TypeError) as error:
-            is_here = str(error) == message
-        keys = half if is_here else keys[len(half) :]
-    if not keys or not isinstance(keys[0], str) or re.search(r"[.\[\]]", keys[0]):
+            is_in_first_half = str(error) == message
+        keys = first_half if is_in_first_half else keys[middle:]
+    if not keys:
         return path
-    named = f"{begin}.{keys[0]}{end}".lstrip(".")
+    key = keys[0]
+    if not isinstance(key, str) or re.search(r"[.\[\]]", key):
+        return path
+    named = f"{begin}.{key}{end}".lstrip(".")
     if "[...]" in end:
         return _with_keys(named, message, value, to)
     return named
@@ -718,12 +754,14 @@ def _with_entries(value: Any, steps: list[str], keys: Sequence[str]) -> object:
     """Return plain data whose mapping at ``steps`` has the entries of these keys alone."""
     if not steps:
         return {key: value[key] for key in keys}
-    step = steps[0]
+    step, *inner_steps = steps
     if isinstance(value, Mapping):
-        return {**value, step: _with_entries(value[step], steps[1:], keys)}
+        inner = _with_entries(value[step], inner_steps, keys)
+        return {**value, step: inner}
     if isinstance(value, list | tuple):
+        number = int(step)
         changed = list(value)
-        changed[int(step)] = _with_entries(value[int(step)], steps[1:], keys)
+        changed[number] = _with_entries(value[number], inner_steps, keys)
         return changed
     return value
 
@@ -755,14 +793,16 @@ def _choices(kinds: Iterable[inspect.Type]) -> Iterator[object]:
 def _rule(kinds: Sequence[inspect.Type], *, names_none: bool) -> str | None:
     """Say what a value of one of these types must be; None where a type has no words."""
     for kind in kinds:
-        extra = kind.extra or {} if isinstance(kind, inspect.Metadata) else {}
-        if "must be" in extra:
+        extra = kind.extra if isinstance(kind, inspect.Metadata) else None
+        if extra is not None and "must be" in extra:
             return str(extra["must be"])
     plain = list(_variants(kinds))
     choices = list(map(str, _choices(plain)))
     rules = []
-    if choices:
-        rules.append(f"{'one of ' if len(choices) > 1 else ''}{', '.join(choices)}")
+    if len(choices) > 1:
+        rules.append(f"one of {', '.join(choices)}")
+    elif choices:
+        rules.append(choices[0])
     for kind in plain:
         if isinstance(kind, inspect.LiteralType | inspect.EnumType | inspect.NoneType):
             continue
@@ -823,8 +863,16 @@ def _bounds_in_words(kind: inspect.IntType | inspect.FloatType) -> str:
     if minimum is not None and maximum is not None:
         words = f" from {_figure(minimum)} to {_figure(maximum)}"
     else:
-        bounds = {">=": minimum, ">": above, "<=": maximum, "<": below}
-        parts = [f"{sign} {_figure(bound)}" for sign, bound in bounds.items() if bound is not None]
+        bounds = {
+            ">=": minimum,
+            ">": above,
+            "<=": maximum,
+            "<": below,
+        }
+        parts = []
+        for sign, bound in bounds.items():
+            if bound is not None:
+                parts.append(f"{sign} {_figure(bound)}")
         if parts:
             words = f" {' and '.join(parts)}"
     if kind.multiple_of is not None:
@@ -838,7 +886,11 @@ def _figure(number: float) -> str:
     return f"{number:.15g}"
 
 
-def _length_in_words(minimum: int | None, maximum: int | None, noun: str) -> str:
+def _length_in_words(
+    minimum: int | None,
+    maximum: int | None,
+    noun: str,
+) -> str:
     plural = noun[:-1] + "ies" if noun.endswith("y") else f"{noun}s"
     if minimum is not None and minimum == maximum:
         return f" of {minimum} {noun if minimum == 1 else plural}"
@@ -855,8 +907,10 @@ def did_you_mean(name: str, allowed: Iterable[str]) -> str:
     """Return ``; did you mean 'flip_prob'?`` with the most similar allowed name; empty where
     none is similar.
     """
-    near = difflib.get_close_matches(name, list(allowed), 1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    matches = difflib.get_close_matches(name, list(allowed), n=1)
+    if not matches:
+        return ""
+    return f"; did you mean {matches[0]!r}?"
 
 
 def _variants(kinds: Iterable[inspect.Type]) -> Iterator[inspect.Type]:
@@ -888,7 +942,9 @@ def _inner(kind: inspect.Type, step: str) -> Iterator[inspect.Type]:
         if kind.tag_field == step:
             yield inspect.LiteralType((kind.tag,))
     elif isinstance(kind, inspect.StructType | inspect.NamedTupleType) and step.isdigit():
-        yield from (field.type for field in kind.fields[int(step) : int(step) + 1])
+        number = int(step)
+        if number < len(kind.fields):
+            yield kind.fields[number].type
     elif isinstance(kind, inspect.DictType):
         yield kind.value_type
     elif isinstance(kind, inspect.ListType | inspect.VarTupleType):
@@ -897,7 +953,11 @@ def _inner(kind: inspect.Type, step: str) -> Iterator[inspect.Type]:
         yield kind.item_types[int(step)]
 
 
-def _refuse_duplicates(node: yaml.Node | None, file: Path, visited: set[int]) -> None:
+def _refuse_duplicates(
+    node: yaml.Node | None,
+    file: Path,
+    visited: set[int],
+) -> None:
     import yaml
 
     if id(node) in visited:  # an alias, possibly of a node that holds it

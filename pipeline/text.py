@@ -32,12 +32,12 @@ def escaped(text: str) -> str:
     """
     if text.isprintable():
         return text
-    return "".join(
-        char
-        if char.isprintable()
-        else char.encode("unicode_escape", "surrogatepass").decode("ascii")
-        for char in text
-    )
+    parts = []
+    for char in text:
+        if not char.isprintable():
+            char = char.encode("unicode_escape", "surrogatepass").decode("ascii")
+        parts.append(char)
+    return "".join(parts)
 
 
 def shortened(value: object, limit: int = MAX_VALUE) -> str:
@@ -57,20 +57,22 @@ def repeated_key(data: bytes, decoded: object) -> str | None:
     ``decoded`` is what msgspec made of the document: to look at one that msgspec wrote costs no
     more than to write it.
     """
-    if msgspec.json.format(data, indent=-1) == msgspec.json.encode(decoded):
+    compact = msgspec.json.format(data, indent=-1)
+    if compact == msgspec.json.encode(decoded):
         return None
     duplicates: list[str] = []
 
     def look(pairs: list[tuple[str, object]]) -> None:
-        names = Counter(name for name, _ in pairs)
-        duplicates.extend(name for name, count in names.items() if count > 1)
+        counts = Counter(name for name, _ in pairs)
+        duplicates.extend(name for name, count in counts.items() if count > 1)
 
     json.loads(data, object_pairs_hook=look, parse_int=str, parse_float=str)
     return duplicates[0] if duplicates else None
 
 
 def differing(
-    first: Mapping[str, Any], second: Mapping[str, Any]
+    first: Mapping[str, Any],
+    second: Mapping[str, Any],
 ) -> Iterator[tuple[str, Any, Any]]:
     """Yield path and both sides of every entry that differs, None where one lacks it; objects
     are compared by entry.
@@ -79,7 +81,8 @@ def differing(
         a = first.get(name)
         b = second.get(name)
         if isinstance(a, dict) and isinstance(b, dict):
-            yield from ((f"{name}.{inner}", *sides) for inner, *sides in differing(a, b))
+            for inner_name, inner_a, inner_b in differing(a, b):
+                yield f"{name}.{inner_name}", inner_a, inner_b
         elif a != b:
             yield name, a, b
 
@@ -93,13 +96,16 @@ def differences(
     """Return what differs between two JSON objects as text; ``first`` and ``second`` say whose a
     side is.
     """
+
+    def side_text(side: object) -> str:
+        if side is None:
+            return "none"
+        text = msgspec.json.encode(side).decode()
+        return shortened(text, _MAX_SIDE)
+
     texts = []
-    for name, *sides in differing(first_object, second_object):
-        a, b = [
-            "none" if side is None else shortened(msgspec.json.encode(side).decode(), _MAX_SIDE)
-            for side in sides
-        ]
-        texts.append(f"{name}: {a} {first}, {b} {second}")
+    for name, a, b in differing(first_object, second_object):
+        texts.append(f"{name}: {side_text(a)} {first}, {side_text(b)} {second}")
     return "; ".join(texts)
 
 
@@ -121,14 +127,15 @@ def json_text(value: object) -> str:
 
     A line feed ends it.
     """
-    text = msgspec.json.format(msgspec.json.encode(value), indent=2).decode()
+    data = msgspec.json.encode(value)
+    text = msgspec.json.format(data, indent=2).decode()
     parts = []
     for char in text:
         if char.isprintable() or char == "\n":
             parts.append(char)
             continue
         code = char.encode("utf-16-be", "surrogatepass").hex()
-        parts += [f"\\u{code[index : index + 4]}" for index in range(0, len(code), 4)]
+        parts += [f"\\u{code[start : start + 4]}" for start in range(0, len(code), 4)]
     return "".join(parts) + "\n"
 
 
@@ -183,15 +190,20 @@ def fault_in_words(error: msgspec.ValidationError) -> str:
         else:
             steps.append("an entry")
     place = ", ".join(steps) or "the value itself"
-    return f"{words} (a key of {place})" if match["is_key"] else f"{words} (at {place})"
+    if match["is_key"]:
+        return f"{words} (a key of {place})"
+    return f"{words} (at {place})"
 
 
 def requirement_in_words(text: str) -> str:
     """Return in words what msgspec says a value must be: its message without the place."""
 
     def expected_in_words(match: re.Match[str]) -> str:
-        words = " or ".join(_KINDS.get(name, name) for name in match[2].split(" | "))
-        return f"must be {words}" if match[1] == "Expected" else f", not {words}"
+        names = match[2].split(" | ")
+        words = " or ".join(_KINDS.get(name, name) for name in names)
+        if match[1] == "Expected":
+            return f"must be {words}"
+        return f", not {words}"
 
     text = _EXPECTED.sub(expected_in_words, " ".join(text.split()))
     text = re.sub(

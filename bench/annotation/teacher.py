@@ -101,12 +101,10 @@ class Reduction(NamedTuple):
                 for column in zip(*parts, strict=True)
             )
         )
-        stored = np.argsort(-reduced.known, kind="stable")[
-            : math.ceil(self.positions * len(logits))
-        ]
+        stored = np.argsort(-reduced.mask, kind="stable")[: math.ceil(self.positions * len(logits))]
         mask = np.zeros(len(logits), bool)
         mask[stored] = True
-        return reduced._replace(known=mask)
+        return reduced._replace(mask=mask)
 
 
 def weights_digest(model: object) -> str | None:

@@ -16,7 +16,7 @@ kind                 shape of ``{name}``                   where ``{name}_valid`
 ``tokens``           [B, T] where T is fixed, else         zeros, or no tokens
                      `Packed`: sample b has the tokens
                      ``values[offsets[b]:offsets[b + 1]]``
-``logits_topk``,     `Logits` of [B, T, k] where T is      nothing is ``known``, or no positions
+``logits_topk``,     `Logits` of [B, T, k] where T is      ``mask`` is False, or no positions
 ``logits_sampled``   fixed, else with ``offsets``
 ==================== ===================================== =====================================
 
@@ -422,7 +422,7 @@ def _join_logits(
 
 def _pack(values: list[Any]) -> Any:
     if all(isinstance(value, Logits) for value in values):
-        offsets = _pack([value.known for value in values]).offsets
+        offsets = _pack([value.mask for value in values]).offsets
         return _join_logits(values, torch.cat)._replace(offsets=offsets)
     if not all(isinstance(value, torch.Tensor) and value.ndim == 1 for value in values):
         return values

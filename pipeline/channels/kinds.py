@@ -3,9 +3,9 @@
 A kind is a subclass of :class:`Kind`, found by name in :data:`KINDS`. Packages add kinds by the
 entry point group ``fuelrail.kinds``, whose entry points name ``Kind`` objects.
 
-========  =============================  ==================================================================
+========  =============================  ========================================================
 kind      value                          in the batch
-========  =============================  ==================================================================
+========  =============================  ========================================================
 image     (H, W) or (H, W, 3) array      stacked
 points    (P, C) array                   list
 array     array                          stacked
@@ -14,7 +14,7 @@ text      str                            list
 texts     list of str                    list
 tokens    (T,) integers                  stacked where T is fixed, else `Packed`: values and offsets
 bytes     bytes                          list
-========  =============================  ==================================================================
+========  =============================  ========================================================
 
 ``logits_topk`` and ``logits_sampled`` are in :mod:`fuelrail.pipeline.channels.logits`.
 """
@@ -157,11 +157,8 @@ def _check_values(array: NDArray[np.generic], channel: Channel) -> None:
 def _as_array(value: Value, channel: Channel) -> NDArray[Any]:
     try:
         return np.asarray(value)
-    except (
-        TypeError,
-        ValueError,
-        RuntimeError,
-    ) as error:  # such as a tensor of bfloat16, or on a GPU
+    except (TypeError, ValueError, RuntimeError) as error:
+        # Such as of a tensor of bfloat16, or on a GPU.
         raise SchemaError(
             f"channel '{channel.name}': numpy cannot take {type(value).__name__}: {error}"
         ) from error
@@ -180,16 +177,17 @@ def _stack(
     else:
         dtype = channel.numpy_dtype
         shape = shape or tuple(side or 0 for side in channel.shape)
-    out = make((len(values), *shape), dtype)
+    stacked = make((len(values), *shape), dtype)
     for row, value in enumerate(values):
-        if value is not None:
-            if value.shape != shape:
-                raise SchemaError(
-                    f"channel '{channel.name}': values of {list(shape)} and "
-                    f"{list(value.shape)} cannot be stacked"
-                )
-            out[row] = value
-    return out
+        if value is None:
+            continue
+        if value.shape != shape:
+            raise SchemaError(
+                f"channel '{channel.name}': values of {list(shape)} and "
+                f"{list(value.shape)} cannot be stacked"
+            )
+        stacked[row] = value
+    return stacked
 
 
 class _ArrayKind(Kind):
@@ -233,7 +231,8 @@ class _PointsKind(_ArrayKind):
     def broken(self, channel: Channel) -> Iterator[str]:
         if not channel.dtype:
             yield "dtype is missing"
-        if len(channel.shape) != 2 or channel.shape[0] is not None or channel.shape[1] is None:
+        is_varying = [side is None for side in channel.shape]
+        if is_varying != [True, False]:
             shape = list(channel.shape)
             yield f"shape {shape} must be [null, C]: any number of points of C columns"
         if not channel.columns:
@@ -273,15 +272,15 @@ class _TokensKind(_ArrayKind):
 
     def decode(self, data: Buffer, channel: Channel) -> NDArray[Any]:
         tokens = super().decode(data, channel)
-        words = channel.vocabulary
-        if (
-            words is not None
-            and tokens.size
-            and not (tokens.min() >= 0 and tokens.max() < words.size)
-        ):
+        vocabulary = channel.vocabulary
+        if vocabulary is None or not tokens.size:
+            return tokens
+        low = int(tokens.min())
+        high = int(tokens.max())
+        if low < 0 or high >= vocabulary.size:
             raise SchemaError(
-                f"tokens of channel '{channel.name}' are {int(tokens.min())} to "
-                f"{int(tokens.max())}; vocabulary '{words.name}' has 0 to {words.size - 1}"
+                f"tokens of channel '{channel.name}' are {low} to {high}; vocabulary "
+                f"'{vocabulary.name}' has 0 to {vocabulary.size - 1}"
             )
         return tokens
 
@@ -295,9 +294,11 @@ class _TokensKind(_ArrayKind):
             return _stack(values, channel, shape)
         empty = np.empty(0, channel.numpy_dtype)
         rows = [empty if value is None else value for value in values]
+        lengths = [len(row) for row in rows]
         offsets = np.zeros(len(rows) + 1, np.int64)
-        np.cumsum([len(row) for row in rows], out=offsets[1:])
-        return Packed(np.concatenate([empty, *rows]), offsets)
+        np.cumsum(lengths, out=offsets[1:])
+        tokens = np.concatenate([empty, *rows])
+        return Packed(tokens, offsets)
 
 
 class _RaggedKind(Kind):
@@ -343,7 +344,8 @@ class _RaggedKind(Kind):
             )
         for name, array in arrays.items():
             spec = specs[name]
-            if array.dtype != little_endian(spec.dtype) or array.shape[1:] != spec.shape:
+            dtype = little_endian(spec.dtype)
+            if array.dtype != dtype or array.shape[1:] != spec.shape:
                 raise SchemaError(
                     f"array '{name}' of channel '{channel.name}' is "
                     f"{array.dtype}{list(array.shape)}; the table has "
@@ -359,10 +361,10 @@ class _RaggedKind(Kind):
         channel: Channel,
         _shape: tuple[int, ...],
     ) -> dict[str, list[Any]]:
-        return {
-            spec.name: [None if value is None else value[spec.name] for value in values]
-            for spec in channel.arrays
-        }
+        arrays = {}
+        for spec in channel.arrays:
+            arrays[spec.name] = [None if value is None else value[spec.name] for value in values]
+        return arrays
 
     def row_bytes(self, _channel: Channel) -> int:
         return 0
@@ -456,11 +458,12 @@ class _ImageKind(Kind):
     extensions = ("png", "jpg")
 
     def broken(self, channel: Channel) -> Iterator[str]:
-        if channel.dtype not in _PNG_BITS or (
-            channel.dtype == "uint16" and channel.extension != "png"
-        ):
+        dtypes = _PNG_BITS if channel.extension == "png" else ("uint8",)
+        if channel.dtype not in dtypes:
             yield f"dtype '{channel.dtype}' must be uint8, or uint16 as PNG"
-        if len(channel.shape) not in (2, 3) or (len(channel.shape) == 3 and channel.shape[2] != 3):
+        rank = len(channel.shape)
+        is_colour = rank == 3 and channel.shape[2] == 3
+        if rank != 2 and not is_colour:
             yield (
                 f"shape {list(channel.shape)} must be [height, width] or [height, width, 3], null "
                 "where it varies"
@@ -470,12 +473,11 @@ class _ImageKind(Kind):
         with needs("a channel of images"):
             import cv2
 
-        pixels: NDArray[Any] = _checked(_as_array(value, channel), channel)
-        done, encoded = cv2.imencode(
-            f".{channel.extension}",
-            pixels if pixels.ndim == 2 else pixels[..., ::-1],
-        )
-        if not done:
+        array = _as_array(value, channel)
+        pixels: NDArray[Any] = _checked(array, channel)
+        bgr = pixels if pixels.ndim == 2 else pixels[..., ::-1]
+        is_encoded, encoded = cv2.imencode(f".{channel.extension}", bgr)
+        if not is_encoded:
             raise ImageError(
                 f"channel '{channel.name}' of {list(pixels.shape)} cannot be encoded as "
                 f"{channel.extension}"
@@ -489,24 +491,24 @@ class _ImageKind(Kind):
         self.check(data, channel)
         encoded = data
         if channel.extension == "png":
-            encoded = unpack_png(data, bits=(_PNG_BITS[channel.dtype],))
+            bits = _PNG_BITS[channel.dtype]
+            encoded = unpack_png(data, bits=(bits,))
         flags = cv2.IMREAD_UNCHANGED | cv2.IMREAD_IGNORE_ORIENTATION
         pixels = cv2.imdecode(np.frombuffer(encoded, np.uint8), flags)
         if pixels is None:
             raise ImageError(
                 f"channel '{channel.name}' cannot be decoded: its pixel data are broken"
             )
-        return _checked(
-            pixels if pixels.ndim == 2 else np.ascontiguousarray(pixels[..., ::-1]),
-            channel,
-        )
+        if pixels.ndim == 3:
+            pixels = np.ascontiguousarray(pixels[..., ::-1])
+        return _checked(pixels, channel)
 
     def check(self, data: Buffer, channel: Channel) -> None:
-        size = image_size(data, channel)
-        for side, expected in zip(size[::-1], channel.shape, strict=False):
+        width, height = image_size(data, channel)
+        for side, expected in zip((height, width), channel.shape, strict=False):
             if expected not in (None, side):
                 raise ImageError(
-                    f"channel '{channel.name}' is {size[0]} x {size[1]} pixels; the table has "
+                    f"channel '{channel.name}' is {width} x {height} pixels; the table has "
                     f"{channel.shape}"
                 )
 
@@ -523,14 +525,14 @@ def image_size(data: Buffer, channel: Channel) -> tuple[int, int]:
     """Return width and height [px] of an image of the channel; raise ImageError for a header
     unlike the table.
     """
-    info = probe(data, bits=(_PNG_BITS[channel.dtype],))
-    components = 3 if len(channel.shape) == 3 else 1
-    if info.num_components != components or info.format != (
-        "png" if channel.extension == "png" else "jpeg"
-    ):
+    bits = _PNG_BITS[channel.dtype]
+    info = probe(data, bits=(bits,))
+    num_components = 3 if len(channel.shape) == 3 else 1
+    file_format = "png" if channel.extension == "png" else "jpeg"
+    if info.num_components != num_components or info.format != file_format:
         raise ImageError(
             f"channel '{channel.name}' is a {info.format} of {info.num_components} "
-            f"components; the table has '.{channel.extension}' with {components}"
+            f"components; the table has '.{channel.extension}' with {num_components}"
         )
     return info.width, info.height
 

@@ -10,22 +10,22 @@ at once.
 The roles of a law say which columns are what: groups of columns, or of a ``ragged`` channel groups
 of one array each, whose last axis has the columns.
 
-==============  ============================  ======================================================================
-law             role                          columns of a group
-==============  ============================  ======================================================================
-image_points    points                        u, v [px]
-image_points    boxes                         u and v of the least corner, u and v of the largest corner [px]
-image_points    visible                       one, 1 where seen; made 0 by what the map leaves out of the image
-ego_points      positions                     x, y or x, y, z [m]
-ego_points      vectors                       the same, such as velocities
-ego_boxes       boxes                         x, y, z, length, width, height [m], yaw [rad]
-ego_boxes       vectors                       as above
-ego_boxes       rotations                     w, x, y, z of a unit quaternion, box to ego
-ego_grid        vectors                       as above; of each cell
-ego_poses       positions, vectors            as above
-ego_poses       yaws                          one, radians from +x
-ego_poses       rotations                     as above
-==============  ============================  ======================================================================
+==============  ==================  ============================================================
+law             role                columns of a group
+==============  ==================  ============================================================
+image_points    points              u, v [px]
+image_points    boxes               u and v of the least corner, u and v of the largest corner [px]
+image_points    visible             one, 1 where seen; made 0 by what the map leaves out of the image
+ego_points      positions           x, y or x, y, z [m]
+ego_points      vectors             the same, such as velocities
+ego_boxes       boxes               x, y, z, length, width, height [m], yaw [rad]
+ego_boxes       vectors             as above
+ego_boxes       rotations           w, x, y, z of a unit quaternion, box to ego
+ego_grid        vectors             as above; of each cell
+ego_poses       positions, vectors  as above
+ego_poses       yaws                one, radians from +x
+ego_poses       rotations           as above
+==============  ==================  ============================================================
 
 ``ego_poses`` without roles moves rigid 4x4 matrices, body to ego.
 """
@@ -104,7 +104,12 @@ class LawCode:
         """
         return value
 
-    def shape(self, shape: tuple[int, ...], _channel: Channel, _motion: Motion) -> tuple[int, ...]:
+    def shape(
+        self,
+        shape: tuple[int, ...],
+        _channel: Channel,
+        _motion: Motion,
+    ) -> tuple[int, ...]:
         """Return the shape of a moved raster, given the stored shape; what kinds stack where all
         values are missing.
         """
@@ -120,20 +125,19 @@ def _broken_roles(channel: Channel) -> Iterator[str]:
     """Yield the roles that the law does not have, and groups whose columns are missing, too few
     or integers.
     """
-    sizes_by_role = ROLES[channel.law.name]
+    law = channel.law
+    sizes_by_role = ROLES[law.name]
     arrays = {spec.name: spec for spec in channel.arrays}
-    named: list[str] = []
-    for groups in channel.law.roles.values():
+    names: list[str] = []
+    for groups in law.roles.values():
         for group in groups:
-            named += group
-    twice = sorted({name for name in named if named.count(name) > 1})
-    if twice:
-        yield f"roles name {twice} twice, and each is moved once: name them in one group"
-    for role, groups in channel.law.roles.items():
+            names += group
+    repeated_names = sorted({name for name in names if names.count(name) > 1})
+    if repeated_names:
+        yield f"roles name {repeated_names} twice, and each is moved once: name them in one group"
+    for role, groups in law.roles.items():
         if role not in sizes_by_role:
-            yield (
-                f"law '{channel.law.name}' has no role '{role}'; known: {', '.join(sizes_by_role)}"
-            )
+            yield f"law '{law.name}' has no role '{role}'; known: {', '.join(sizes_by_role)}"
             continue
         for group in groups:
             if channel.arrays:
@@ -203,9 +207,10 @@ def _broken_fill(channel: Channel) -> Iterator[str]:
         return
     with np.errstate(over="ignore", invalid="ignore"):
         stored = np.float64(fill).astype(channel.dtype)
-    if not np.isfinite(fill) or (
-        float(stored) != fill if stored.dtype.kind in "iub" else np.isinf(stored)
-    ):
+    is_value = not np.isinf(stored)
+    if stored.dtype.kind in "iub":
+        is_value = float(stored) == fill
+    if not np.isfinite(fill) or not is_value:
         yield f"fill {fill} must be finite and a value of dtype '{channel.dtype}'"
 
 
@@ -222,11 +227,14 @@ def _move_roles(
     for role, move in moves.items():
         for group in channel.law.roles.get(role, ()):
             if is_dict:
-                array = moved[group[0]]
-                moved[group[0]] = move(array.astype(np.float64)).astype(array.dtype)
+                name = group[0]
+                array = moved[name]
+                moved_array = move(array.astype(np.float64))
+                moved[name] = moved_array.astype(array.dtype)
             else:
-                columns = [*map(channel.columns.index, group)]
-                moved[..., columns] = move(moved[..., columns].astype(np.float64))
+                columns = [channel.columns.index(name) for name in group]
+                array = moved[..., columns]
+                moved[..., columns] = move(array.astype(np.float64))
     return moved
 
 
@@ -237,7 +245,8 @@ def _affine(linear: F64, shift: F64 | None = None) -> Callable[[Array], Array]:
 
     def move(points: Array) -> Array:
         size = points.shape[-1]
-        moved: Array = points @ linear[:size, :size].T
+        linear_part = linear[:size, :size]
+        moved: Array = points @ linear_part.T
         if shift is None:
             return moved
         return moved + shift[:size]
@@ -269,7 +278,12 @@ class _ImageLaw(LawCode):
             fraction=law.fraction or 1,
         )
 
-    def shape(self, shape: tuple[int, ...], channel: Channel, motion: Motion) -> tuple[int, ...]:
+    def shape(
+        self,
+        shape: tuple[int, ...],
+        channel: Channel,
+        motion: Motion,
+    ) -> tuple[int, ...]:
         width, height = _image_map(channel, motion).out_wh
         return (height, width, *shape[2:])
 
@@ -292,6 +306,8 @@ class _ImagePointsLaw(LawCode):
         """
         image_map = _image_map(channel, motion)
         matrix = image_map.centre_matrix()
+        linear = matrix[:2, :2]
+        shift = matrix[:2, 2]
         left, top, right, bottom = image_map.visible
         low = np.asarray((left - 0.5, top - 0.5))
         high = np.asarray((right - 0.5, bottom - 0.5))
@@ -303,39 +319,50 @@ class _ImagePointsLaw(LawCode):
             places = rows.reshape(-1, 2)
             if image_map.lens is not None:
                 places = rectified_places(places, image_map.lens)
-            moved = places @ matrix[:2, :2].T + matrix[:2, 2]
-            is_seen = (places >= low) & (places <= high) & (moved >= -0.5) & (moved <= end)
-            inside_masks.append(np.all(is_seen, axis=-1).reshape(rows.shape[:-1]))
+            moved = places @ linear.T + shift
+            is_in_source = (places >= low) & (places <= high)
+            is_in_output = (moved >= -0.5) & (moved <= end)
+            is_seen = np.all(is_in_source & is_in_output, axis=-1)
+            inside_masks.append(is_seen.reshape(rows.shape[:-1]))
             return moved.reshape(rows.shape)
 
         def boxes(rows: Array) -> Array:
-            corners: Array = rows.reshape(-1, 4)[:, _CORNERS].reshape(-1, 2)
+            box_rows = rows.reshape(-1, 4)
+            corners: Array = box_rows[:, _CORNERS].reshape(-1, 2)
             if image_map.lens is not None:
                 corners = rectified_places(corners, image_map.lens)
             corners = corners.reshape(-1, 4, 2)
-            least = np.clip(corners.min(1), low, high)
+            smallest = np.clip(corners.min(1), low, high)
             largest = np.clip(corners.max(1), low, high)
-            clipped = np.concatenate((least, largest), 1)[:, _CORNERS].reshape(-1, 4, 2)
-            moved = clipped @ matrix[:2, :2].T + matrix[:2, 2]
+            clipped = np.concatenate((smallest, largest), 1)
+            clipped_corners = clipped[:, _CORNERS].reshape(-1, 4, 2)
+            moved = clipped_corners @ linear.T + shift
             first = np.clip(moved.min(1), -0.5, end)
             last = np.clip(moved.max(1), -0.5, end)
-            is_visible = (largest > least).all(-1) & (last > first).all(-1)
+            is_left_by_crops = (largest > smallest).all(-1)
+            is_in_output = (last > first).all(-1)
+            is_visible = is_left_by_crops & is_in_output
             inside_masks.append(is_visible.reshape(rows.shape[:-1]))
             return np.concatenate((first, last), 1).reshape(rows.shape)
 
         def visible(rows: Array) -> Array:
-            places = rows.reshape(rows.shape[:-1] if rows.ndim > 1 else rows.shape)
-            masks = [
-                inside for inside in inside_masks if inside.shape[: places.ndim] == places.shape
-            ]
+            shape = rows.shape[:-1] if rows.ndim > 1 else rows.shape
+            flags = rows.reshape(shape)
+            masks = []
+            for inside in inside_masks:
+                if inside.shape[: flags.ndim] == shape:
+                    inner_axes = tuple(range(flags.ndim, inside.ndim))
+                    masks.append(inside.any(inner_axes))
             if masks:
-                places = places * np.any(
-                    [inside.any(tuple(range(places.ndim, inside.ndim))) for inside in masks],
-                    0,
-                )
-            return places.reshape(rows.shape)
+                flags = flags * np.any(masks, axis=0)
+            return flags.reshape(rows.shape)
 
-        return _move_roles(value, channel, {"points": points, "boxes": boxes, "visible": visible})
+        moves = {
+            "points": points,
+            "boxes": boxes,
+            "visible": visible,
+        }
+        return _move_roles(value, channel, moves)
 
 
 def _image_map(channel: Channel, motion: Motion) -> ImageMap:
@@ -357,9 +384,9 @@ class _EgoPointsLaw(LawCode):
         yield from _needs_roles(channel, "positions", "vectors")
         frame = channel.frame or ""
         sensor = frame.removeprefix("sensor:")
-        if frame != "ego" and (
-            sensor == frame or sensor not in table or table[sensor].sensor != "lidar"
-        ):
+        is_sensor = sensor != frame and sensor in table
+        is_lidar = is_sensor and table[sensor].sensor == "lidar"
+        if frame != "ego" and not is_lidar:
             yield (
                 "law 'ego_points' needs the frame 'ego' or that of a lidar of the table; it is "
                 f"{channel.frame!r:.80}"
@@ -376,11 +403,11 @@ class _EgoPointsLaw(LawCode):
             )
         frame2ego = np.eye(4) if frame == "ego" else motion.sensor2ego[sensor]
         linear, shift = motion.ego.in_frame(frame2ego)
-        return _move_roles(
-            value,
-            channel,
-            {"positions": _affine(linear, shift), "vectors": _affine(linear)},
-        )
+        moves = {
+            "positions": _affine(linear, shift),
+            "vectors": _affine(linear),
+        }
+        return _move_roles(value, channel, moves)
 
 
 class _EgoBoxesLaw(LawCode):
@@ -397,7 +424,8 @@ class _EgoBoxesLaw(LawCode):
             return value
 
         def boxes(rows: Array) -> Array:
-            return ego.boxes3d(rows.reshape(-1, 7)).reshape(rows.shape)
+            moved = ego.boxes3d(rows.reshape(-1, 7))
+            return moved.reshape(rows.shape)
 
         moves = {
             "boxes": boxes,
@@ -421,10 +449,13 @@ class _EgoGridLaw(LawCode):
                 "law 'ego_grid' moves kind array or image with the axes x and y (and z); not "
                 f"{list(channel.axes)}"
             )
-        half = len(extent) // 2
-        if len(extent) != 2 * len(space) or not np.isfinite(extent).all():
-            yield f"extent_m {list(extent)} must have {2 * len(space)} finite borders in m"
-        elif any(low == high for low, high in zip(extent[:half], extent[half:], strict=True)):
+        num_axes = len(space)
+        if len(extent) != 2 * num_axes or not np.isfinite(extent).all():
+            yield f"extent_m {list(extent)} must have {2 * num_axes} finite borders in m"
+            return
+        lows = extent[:num_axes]
+        highs = extent[num_axes:]
+        if any(low == high for low, high in zip(lows, highs, strict=True)):
             yield f"extent_m {list(extent)} is empty"
 
     def move(self, value: Value, channel: Channel, motion: Motion) -> Value:
@@ -435,7 +466,8 @@ class _EgoGridLaw(LawCode):
         if law.roles:
             # Before cells move: the fill of cells outside the extent is not a vector that was
             # measured.
-            turned = _move_roles(value, channel, {"vectors": _affine(motion.ego.matrix[:3, :3])})
+            linear = motion.ego.matrix[:3, :3]
+            turned = _move_roles(value, channel, {"vectors": _affine(linear)})
         return warp_grid(
             turned,
             channel.axes,
@@ -452,9 +484,10 @@ class _EgoPosesLaw(LawCode):
     def broken(self, channel: Channel, _table: Mapping[str, Channel]) -> Iterator[str]:
         yield from _needs_ego(channel)
         yield from _broken_roles(channel)
-        if not channel.law.roles and (
-            channel.shape[-2:] != (4, 4) or not channel.dtype.startswith("float")
-        ):
+        if channel.law.roles:
+            return
+        is_float = channel.dtype.startswith("float")
+        if channel.shape[-2:] != (4, 4) or not is_float:
             yield (
                 "law 'ego_poses' without roles moves 4x4 matrices of floats; the shape is "
                 f"{list(channel.shape)}"
@@ -465,21 +498,25 @@ class _EgoPosesLaw(LawCode):
         if ego == IDENTITY:
             return value
         matrix = ego.matrix
-        if not channel.law.roles:
-            moved = value.astype(np.float64)
-            # The body is mirrored with its world: its own left and right are exchanged, so that its
-            # axes stay a rotation.
-            mirror = np.diag((1.0, -1.0 if ego.flip_x != ego.flip_y else 1.0, 1.0))
-            moved[..., :3, 3] = move_points(moved[..., :3, 3], matrix)
-            moved[..., :3, :3] = matrix[:3, :3] / ego.scale @ moved[..., :3, :3] @ mirror
-            return moved.astype(value.dtype)
-        moves = {
-            "positions": _affine(matrix[:3, :3], matrix[:3, 3]),
-            "vectors": _affine(matrix[:3, :3]),
-            "yaws": ego.yaws,
-            "rotations": ego.rotations,
-        }
-        return _move_roles(value, channel, moves)
+        linear = matrix[:3, :3]
+        shift = matrix[:3, 3]
+        if channel.law.roles:
+            moves = {
+                "positions": _affine(linear, shift),
+                "vectors": _affine(linear),
+                "yaws": ego.yaws,
+                "rotations": ego.rotations,
+            }
+            return _move_roles(value, channel, moves)
+        # The body is mirrored with its world: its own left and right are exchanged, so that its
+        # axes stay a rotation.
+        side = -1.0 if ego.flip_x != ego.flip_y else 1.0
+        mirror = np.diag((1.0, side, 1.0))
+        rotation = linear / ego.scale
+        moved = value.astype(np.float64)
+        moved[..., :3, 3] = move_points(moved[..., :3, 3], matrix)
+        moved[..., :3, :3] = rotation @ moved[..., :3, :3] @ mirror
+        return moved.astype(value.dtype)
 
 
 LAWS: Final = Registry(

@@ -48,26 +48,27 @@ class Logits(NamedTuple):
     Attributes:
         indices: int32 [T, k]: the tokens, in ascending order. Drawn ones may occur several times.
         weights: float32 [T, k]: of top-k, the probability of each; of draws, 1 / k. 0 where
-            ``known`` is False.
+            ``mask`` is False.
         tail: float32 [T]: of top-k, the probability of all other tokens together; of draws, None.
-        known: bool [T]: whether the position is stored.
+        mask: bool [T]: whether the position is stored.
         offsets: in a batch of samples that differ in T: int64 [B + 1]; the positions of all samples
             then follow each other along one axis, and sample b has ``offsets[b]`` to ``offsets[b +
             1]``. Else None.
 
     To write one, ``indices`` is enough for draws, and ``indices`` with ``weights`` for top-k: by
-    default the tail is what these lack of 1, and all positions are known.
+    default the tail is what these lack of 1, and all positions are stored.
     """
 
     indices: Any
     weights: Any = None
     tail: Any = None
-    known: Any = None
+    mask: Any = None
     offsets: Any = None
 
     def map(self, change: Callable[[Any], Any]) -> Logits:
         """Return the parts that there are, changed each; ``offsets`` are left out."""
-        return Logits(*(None if part is None else change(part) for part in self[:-1]))
+        parts = [None if part is None else change(part) for part in self[:-1]]
+        return Logits(*parts)
 
     @property
     def parts(self) -> dict[str, Any]:
@@ -93,46 +94,40 @@ def logits_entry(
     None: lengths differ.
     """
     kind, k = store
-    entry: dict[str, Any] = {
+    entry = {
         "name": name,
         "kind": kind,
         "field": f"{name}.lgt",
         "law": {"name": "fixed"},
-    }
-    entry |= {
         "axes": ["position", "token"],
         "shape": [length, k],
         "vocabulary": {"name": name, "size": size},
     }
-    return entry | ({"dtype": "uint8"} if kind == TOPK else {})
+    if kind == TOPK:
+        entry["dtype"] = "uint8"
+    return entry
 
 
 def broken(channel: Channel) -> Iterator[str]:
     """Yield what is wrong with an entry of the table that has one of the two kinds."""
-    words = channel.vocabulary
-    if len(channel.shape) != 2 or channel.shape[1] is None:
+    shape = list(channel.shape)
+    vocabulary = channel.vocabulary
+    if len(shape) != 2 or shape[1] is None:
         yield (
-            f"shape {list(channel.shape)} must be [T, k]: positions (null where they vary), and "
-            "tokens of each"
+            f"shape {shape} must be [T, k]: positions (null where they vary), and tokens of each"
         )
-    elif words is None or not 1 <= words.size <= MAX_VOCABULARY:
+    elif vocabulary is None or not 1 <= vocabulary.size <= MAX_VOCABULARY:
         yield f"vocabulary must name the vocabulary and its size, from 1 to {MAX_VOCABULARY}"
-    elif channel.kind == TOPK and channel.shape[1] > words.size:
-        yield (
-            f"shape {list(channel.shape)} has more tokens a position than the vocabulary, "
-            f"{words.size}"
-        )
+    elif channel.kind == TOPK and shape[1] > vocabulary.size:
+        yield (f"shape {shape} has more tokens a position than the vocabulary, {vocabulary.size}")
     else:
-        num_bytes = decoded_bytes(channel.shape[0] or 0, channel.shape[1])
-        text = LOGITS.broken(num_bytes)
-        if text is not None:
-            yield f"shape {list(channel.shape)} {text}"
-    allowed = ("uint8", "float16") if channel.kind == TOPK else ("",)
-    if channel.dtype not in allowed:
-        yield (
-            f"dtype '{channel.dtype}' must be "
-            f"{' or '.join(allowed) or 'left out: draws have no values'}"
-        )
+        reason = LOGITS.broken(decoded_bytes(shape[0] or 0, shape[1]))
+        if reason is not None:
+            yield f"shape {shape} {reason}"
+    if channel.kind == TOPK and channel.dtype not in ("uint8", "float16"):
+        yield f"dtype '{channel.dtype}' must be uint8 or float16"
+    elif channel.kind != TOPK and channel.dtype:
+        yield f"dtype '{channel.dtype}' must be left out: draws have no values"
     if channel.law.name != "fixed":
         yield f"law '{channel.law.name}' must be fixed: nothing moves a distribution"
 
@@ -170,12 +165,21 @@ def code_of(channel: Channel) -> _Code:
     assert k is not None
     assert channel.vocabulary is not None
     size = channel.vocabulary.size
-    low = max((size // k).bit_length() - 1, 0)
+    spacing = size // k
+    low = max(spacing.bit_length() - 1, 0)
     num_unary = k + ((size - 1) >> low)
-    lows = -(-k * low // 8)
-    highs = lows + -(-num_unary // 8)
-    value_bytes, more = {"uint8": (k, 4), "float16": (2 * k, 2), "": (0, 0)}[channel.dtype]
-    ends = (lows, highs, highs + value_bytes)
+    low_bytes = -(-k * low // 8)
+    unary_bytes = -(-num_unary // 8)
+    value_bytes = 0
+    rest_bytes = 0
+    if channel.dtype == "uint8":
+        value_bytes = k
+        rest_bytes = 4
+    elif channel.dtype == "float16":
+        value_bytes = 2 * k
+        rest_bytes = 2
+    high_end = low_bytes + unary_bytes
+    value_end = high_end + value_bytes
     return _Code(
         name=channel.name,
         is_topk=channel.kind == TOPK,
@@ -185,8 +189,8 @@ def code_of(channel: Channel) -> _Code:
         dtype=channel.dtype,
         low=low,
         num_unary=num_unary,
-        ends=ends,
-        row_bytes=ends[-1] + more,
+        ends=(low_bytes, high_end, value_end),
+        row_bytes=value_end + rest_bytes,
     )
 
 
@@ -198,43 +202,61 @@ def encode(value: Any, channel: Channel) -> bytes:
             "takes fr.Logits"
         )
     code = code_of(channel)
-    number = len(value.indices)
+    length = len(value.indices)
     indices = _part(
         value.indices,
         code=code,
         name="indices",
         kinds="iu",
-        shape=(number, code.k),
+        shape=(length, code.k),
     )
-    _check_size(number, code)
-    if code.length not in (None, number):
+    _check_size(length, code)
+    if code.length not in (None, length):
         raise SchemaError(
-            f"channel '{code.name}' has {number} positions; the table has {code.length}"
+            f"channel '{code.name}' has {length} positions; the table has {code.length}"
         )
-    if value.known is None:
-        mask = np.ones(number, bool)
-    else:
-        mask = _part(value.known, code=code, name="known", kinds="b", shape=(number,))
+    mask = np.ones(length, bool)
+    if value.mask is not None:
+        mask = _part(
+            value.mask,
+            code=code,
+            name="mask",
+            kinds="b",
+            shape=(length,),
+        )
     indices = indices[mask].astype(np.int64)
     order = np.argsort(indices, axis=1, kind="stable")
     indices = np.take_along_axis(indices, order, axis=1)
     _check_indices(indices, code)
-    parts = [_encode_elias_fano(indices, code)]
+    columns = [_encode_elias_fano(indices, code)]
     if code.is_topk:
         weights = _part(
             value.weights,
             code=code,
             name="weights",
             kinds="f",
-            shape=(number, code.k),
-        )[mask].astype(np.float64)
+            shape=(length, code.k),
+        )
+        weights = weights[mask].astype(np.float64)
+        weights = np.take_along_axis(weights, order, axis=1)
         tail = None
         if value.tail is not None:
-            tail = _part(value.tail, code=code, name="tail", kinds="f", shape=(number,))[mask]
-        parts += _encode_weights(np.take_along_axis(weights, order, axis=1), tail, code)
-    head = np.array([number, len(indices)], "<u4").tobytes()
-    bitmap = b"" if len(indices) == number else np.packbits(mask, bitorder="little").tobytes()
-    return b"".join((head, bitmap, np.concatenate(parts, axis=1).tobytes()))
+            tail = _part(
+                value.tail,
+                code=code,
+                name="tail",
+                kinds="f",
+                shape=(length,),
+            )
+            tail = tail[mask]
+        columns += _encode_weights(weights, tail, code)
+    num_stored = len(indices)
+    head = np.array([length, num_stored], "<u4").tobytes()
+    bitmap = b""
+    if num_stored < length:
+        bitmap = np.packbits(mask, bitorder="little").tobytes()
+    rows = np.concatenate(columns, axis=1).tobytes()
+    return b"".join((head, bitmap, rows))
 
 
 def decode(data: Buffer, channel: Channel) -> Logits:
@@ -245,78 +267,90 @@ def decode(data: Buffer, channel: Channel) -> Logits:
     view = np.frombuffer(data, np.uint8)
     if len(view) < _HEAD_BYTES:
         raise SchemaError(f"channel '{code.name}' has {len(view)} bytes, too few for its head")
-    number, stored = map(int, view[:_HEAD_BYTES].view("<u4"))
-    start = _HEAD_BYTES + (0 if stored == number else -(-number // 8))
+    length, num_stored = view[:_HEAD_BYTES].view("<u4").tolist()
+    start = _HEAD_BYTES
+    if num_stored != length:
+        start += -(-length // 8)
     if (
-        stored > number
-        or len(view) != start + stored * code.row_bytes
-        or code.length not in (None, number)
+        num_stored > length
+        or len(view) != start + num_stored * code.row_bytes
+        or code.length not in (None, length)
     ):
         raise SchemaError(
-            f"channel '{code.name}' has {len(view)} bytes, {stored} of {number} positions; "
+            f"channel '{code.name}' has {len(view)} bytes, {num_stored} of {length} positions; "
             f"the table has {'any number of' if code.length is None else code.length} "
             f"positions of {code.row_bytes} bytes"
         )
-    _check_size(number, code)
-    mask = np.ones(number, bool)
-    if stored < number:
-        if number % 8 and view[start - 1] >> number % 8:
+    _check_size(length, code)
+    mask = np.ones(length, bool)
+    if num_stored < length:
+        last_bits = length % 8
+        if last_bits and view[start - 1] >> last_bits:
             raise SchemaError(
-                f"channel '{code.name}' marks positions behind the last one, number {number - 1}"
+                f"channel '{code.name}' marks positions behind the last one, number {length - 1}"
             )
-        mask = np.unpackbits(view[_HEAD_BYTES:start], count=number, bitorder="little").view(bool)
-        if mask.sum() != stored:
+        bitmap = view[_HEAD_BYTES:start]
+        bits = np.unpackbits(bitmap, count=length, bitorder="little")
+        mask = bits.view(bool)
+        num_marked = mask.sum()
+        if num_marked != num_stored:
             raise SchemaError(
-                f"channel '{code.name}' marks {mask.sum()} positions, and has {stored}"
+                f"channel '{code.name}' marks {num_marked} positions, and has {num_stored}"
             )
-    rows = view[start:].reshape(stored, code.row_bytes)
+    rows = view[start:].reshape(num_stored, code.row_bytes)
     indices = _decode_elias_fano(rows, code)
     _check_indices(indices, code)
-    weights, tail = (
-        _decode_weights(rows, code)
-        if code.is_topk
-        else (np.full((stored, code.k), 1 / code.k, np.float32), None)
-    )
+    tail = None
+    if code.is_topk:
+        weights, tail = _decode_weights(rows, code)
+    else:
+        weights = np.full((num_stored, code.k), 1 / code.k, np.float32)
     logits = Logits(indices, weights, tail)
-    if stored < number:
+    if num_stored < length:
 
         def spread(part: NDArray[Any]) -> NDArray[Any]:
-            spread_part = np.zeros((number, *part.shape[1:]), part.dtype)
+            spread_part = np.zeros((length, *part.shape[1:]), part.dtype)
             spread_part[mask] = part
             return spread_part
 
         logits = logits.map(spread)
-    return logits._replace(known=mask)
+    return logits._replace(mask=mask)
 
 
-def collate(values: Sequence[Logits | None], channel: Channel, _: tuple[int, ...]) -> Logits:
+def collate(
+    values: Sequence[Logits | None],
+    channel: Channel,
+    _: tuple[int, ...],
+) -> Logits:
     """Return the `Logits` of a batch: stacked, or one after the other where the table leaves the
     positions open.
     """
     code = code_of(channel)
-    number = code.length or 0
-    none = np.zeros((number, code.k), np.int32)
-    unknown = np.zeros(number, bool)
-    nothing = Logits(
-        none,
-        none.astype(np.float32),
-        unknown.astype(np.float32) if code.is_topk else None,
-        unknown,
+    length = code.length or 0
+    placeholder = Logits(
+        indices=np.zeros((length, code.k), np.int32),
+        weights=np.zeros((length, code.k), np.float32),
+        tail=np.zeros(length, np.float32) if code.is_topk else None,
+        mask=np.zeros(length, bool),
     )
-    rows = [nothing if value is None else value for value in values]
-    join = np.concatenate if code.length is None else np.stack
-    offsets = np.cumsum([0, *(len(row.known) for row in rows)]) if code.length is None else None
+    rows = [placeholder if value is None else value for value in values]
+    join: Callable[..., NDArray[Any]] = np.stack
+    offsets = None
+    if code.length is None:
+        join = np.concatenate
+        lengths = [len(row.mask) for row in rows]
+        offsets = np.cumsum([0, *lengths])
     columns = zip(*rows, strict=True)
-    return Logits(*(None if column[0] is None else join(column) for column in columns))._replace(
-        offsets=offsets
-    )
+    parts = [None if column[0] is None else join(column) for column in columns]
+    return Logits(*parts)._replace(offsets=offsets)
 
 
 def _check_size(positions: int, code: _Code) -> None:
     """Raise SchemaError for positions, stored or not, whose arrays are too large."""
-    text = LOGITS.broken(decoded_bytes(positions, code.k))
-    if text is not None:
-        raise SchemaError(f"channel '{code.name}' has {positions} positions and {text}")
+    num_bytes = decoded_bytes(positions, code.k)
+    reason = LOGITS.broken(num_bytes)
+    if reason is not None:
+        raise SchemaError(f"channel '{code.name}' has {positions} positions and {reason}")
 
 
 def _part(
@@ -340,11 +374,14 @@ def _check_indices(indices: NDArray[Any], code: _Code) -> None:
     """Raise SchemaError for tokens, in ascending order, that the vocabulary does not have or
     that occur twice.
     """
-    if indices.size and not (indices[:, 0].min() >= 0 and indices[:, -1].max() < code.size):
-        raise SchemaError(
-            f"tokens of channel '{code.name}' are {indices.min()} to {indices.max()}; the "
-            f"vocabulary has 0 to {code.size - 1}"
-        )
+    if indices.size:
+        smallest = indices[:, 0].min()
+        largest = indices[:, -1].max()
+        if smallest < 0 or largest >= code.size:
+            raise SchemaError(
+                f"tokens of channel '{code.name}' are {indices.min()} to {indices.max()}; the "
+                f"vocabulary has 0 to {code.size - 1}"
+            )
     steps = np.diff(indices, axis=1)
     if steps.size and steps.min() < code.is_topk:
         raise SchemaError(
@@ -354,14 +391,15 @@ def _check_indices(indices: NDArray[Any], code: _Code) -> None:
 
 def _encode_elias_fano(indices: I64, code: _Code) -> U8:
     """Return the bytes (rows, n) of ascending tokens (rows, k), the low bits before the high."""
+    num_rows = len(indices)
     bits = (indices[..., None] >> np.arange(code.low)) & 1
-    unary = np.zeros((len(indices), code.num_unary), np.uint8)
-    np.put_along_axis(unary, (indices >> code.low) + np.arange(code.k), 1, axis=1)
-    lows = bits.reshape(len(indices), code.k * code.low).astype(np.uint8)
-    return np.concatenate(
-        [np.packbits(columns, axis=1, bitorder="little") for columns in (lows, unary)],
-        axis=1,
-    )
+    low_bits = bits.reshape(num_rows, code.k * code.low).astype(np.uint8)
+    high = indices >> code.low
+    unary_bits = np.zeros((num_rows, code.num_unary), np.uint8)
+    np.put_along_axis(unary_bits, high + np.arange(code.k), 1, axis=1)
+    low_bytes = np.packbits(low_bits, axis=1, bitorder="little")
+    unary_bytes = np.packbits(unary_bits, axis=1, bitorder="little")
+    return np.concatenate([low_bytes, unary_bytes], axis=1)
 
 
 def _decode_elias_fano(rows: U8, code: _Code) -> I32:
@@ -372,14 +410,18 @@ def _decode_elias_fano(rows: U8, code: _Code) -> I32:
     """
     low_end, high_end, _ = code.ends
     unary = np.unpackbits(rows[:, low_end:high_end], axis=1, bitorder="little")
+    num_bits = unary.shape[1]
     ones = np.flatnonzero(unary.view(bool))
-    if len(ones) == len(rows) * code.k:
-        ones = ones.reshape(-1, code.k) - np.arange(0, unary.size, unary.shape[1])[:, None]
-    if ones.ndim == 1 or (ones.size and not (ones.min() >= 0 and ones.max() < unary.shape[1])):
+    is_sound = len(ones) == len(rows) * code.k
+    if is_sound and ones.size:
+        row_starts = np.arange(0, unary.size, num_bits)
+        ones = ones.reshape(-1, code.k) - row_starts[:, None]
+        is_sound = ones.min() >= 0 and ones.max() < num_bits
+    if not is_sound:
         raise SchemaError(
             f"channel '{code.name}' has another number of tokens than {code.k} at a position"
         )
-    high = (ones - np.arange(code.k)).astype(np.int32)
+    high = (ones.reshape(-1, code.k) - np.arange(code.k)).astype(np.int32)
     if not code.low:
         return high
     spare = low_end * 8 - code.k * code.low
@@ -387,12 +429,15 @@ def _decode_elias_fano(rows: U8, code: _Code) -> I32:
         raise SchemaError(f"channel '{code.name}' has bits behind the last token of a position")
     # Each token's bits lie in the four bytes from the one in which they begin; rows end with bytes
     # of the high part.
-    first = np.arange(code.k) * code.low
-    places = np.minimum((first >> 3)[:, None] + np.arange(4), rows.shape[1] - 1)
-    words: NDArray[np.uint32] = np.take(rows, places, axis=1).view("<u4")[..., 0]
-    low: NDArray[np.uint32] = (words >> (first & 7).astype(np.uint32)) & np.uint32(
-        (1 << code.low) - 1
-    )
+    first_bit = np.arange(code.k) * code.low
+    first_byte = first_bit >> 3
+    places = first_byte[:, None] + np.arange(4)
+    last_place = rows.shape[1] - 1
+    word_bytes = np.take(rows, np.minimum(places, last_place), axis=1)
+    words: NDArray[np.uint32] = word_bytes.view("<u4")[..., 0]
+    shift = (first_bit & 7).astype(np.uint32)
+    low_mask = np.uint32((1 << code.low) - 1)
+    low: NDArray[np.uint32] = (words >> shift) & low_mask
     tokens: I32 = (high << code.low) | low.view(np.int32)
     return tokens
 
@@ -403,52 +448,59 @@ def _encode_weights(weights: F64, tail: NDArray[Any] | None, code: _Code) -> lis
     """
     mass = weights.sum(axis=1)
     tail = np.maximum(1 - mass, 0) if tail is None else tail.astype(np.float64)
-    right = (
-        (weights.min(axis=1) >= 0)
-        & (tail >= 0)
-        & (mass > 0)
-        & (np.abs(mass + tail - 1) < _SUM_ERROR)
-    )
-    if not right.all():
-        row = int(np.argmin(right))
+    is_sound = weights.min(axis=1) >= 0
+    is_sound &= tail >= 0
+    is_sound &= mass > 0
+    is_sound &= np.abs(mass + tail - 1) < _SUM_ERROR
+    if not is_sound.all():
+        row = int(np.argmin(is_sound))
         raise SchemaError(
             f"channel '{code.name}' has weights of {weights[row].min():g} to "
             f"{weights[row].max():g}, {mass[row]:g} in all, and a tail of {tail[row]:g} at "
             f"stored position {row}: they must be probabilities, without NaN, that add up to 1"
         )
+    largest = weights.max(axis=1, keepdims=True)
     with np.errstate(divide="ignore", over="ignore"):
-        logs = np.maximum(np.log(weights / weights.max(axis=1, keepdims=True)), _LEAST_LOG)
+        logs = np.maximum(np.log(weights / largest), _LEAST_LOG)
         odds = np.minimum(np.log(tail / mass), _LARGEST_ODDS)
-    odds = odds.astype("<f2")[:, None].view(np.uint8)
+    odds_bytes = odds.astype("<f2")[:, None].view(np.uint8)
     if code.dtype == "float16":
-        return [logs.astype("<f2").view(np.uint8), odds]
-    step = (np.abs(logs).max(axis=1, keepdims=True) / 255).astype("<f2")
-    codes = np.rint(-logs / np.where(step > 0, step, 1)).clip(0, 255).astype(np.uint8)
-    return [codes, step.view(np.uint8), odds]
+        return [logs.astype("<f2").view(np.uint8), odds_bytes]
+    farthest = np.abs(logs).max(axis=1, keepdims=True)
+    step = (farthest / 255).astype("<f2")
+    divisor = np.where(step > 0, step, 1)
+    codes = np.rint(-logs / divisor).clip(0, 255)
+    return [codes.astype(np.uint8), step.view(np.uint8), odds_bytes]
 
 
 def _decode_weights(rows: U8, code: _Code) -> tuple[F32, F32]:
-    _, begin, end = code.ends
-    values = rows[:, begin:end]
-    after = np.ascontiguousarray(rows[:, end:]).view("<f2").astype(np.float32)
-    odds = after[:, -1]
+    _, value_start, value_end = code.ends
+    values = rows[:, value_start:value_end]
+    rest = np.ascontiguousarray(rows[:, value_end:])
+    halves = rest.view("<f2").astype(np.float32)
+    odds = halves[:, -1]
     if code.dtype == "uint8":
-        steps = after[:, :1]
-        words = f"steps from 0 to {_LARGEST_STEP:g}, and 0 for the likeliest token"
+        steps = halves[:, :1]
+        allowed = f"steps from 0 to {_LARGEST_STEP:g}, and 0 for the likeliest token"
         is_sound = not rows.size or bool(
             (values.min(axis=1) == 0).all() and 0 <= steps.min() <= steps.max() <= _LARGEST_STEP
         )
     else:
         logs = np.ascontiguousarray(values).view("<f2").astype(np.float32)
-        words = f"logarithms from {_LEAST_LOG:g} to 0, and 0 for the likeliest token"
+        allowed = f"logarithms from {_LEAST_LOG:g} to 0, and 0 for the likeliest token"
         is_sound = not rows.size or bool((logs.max(axis=1) == 0).all() and logs.min() >= _LEAST_LOG)
-    if not (is_sound and (not rows.size or odds.max() < np.inf)):
+    if rows.size:
+        is_sound = is_sound and odds.max() < np.inf
+    if not is_sound:
         raise SchemaError(
             f"channel '{code.name}' has values that are no probabilities at a position: "
-            f"allowed are {words}, and a tail below 1, all without NaN"
+            f"allowed are {allowed}, and a tail below 1, all without NaN"
         )
     if code.dtype == "uint8":
         logs = values * -steps
     weights: F32 = np.exp(logs)
-    weights *= (np.exp(-np.logaddexp(0, odds)) / weights.sum(axis=1))[:, None]
-    return weights, np.exp(-np.logaddexp(0, -odds))
+    mass = np.exp(-np.logaddexp(0, odds))
+    factor = mass / weights.sum(axis=1)
+    weights *= factor[:, None]
+    tail = np.exp(-np.logaddexp(0, -odds))
+    return weights, tail

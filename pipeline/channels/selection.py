@@ -78,7 +78,11 @@ def check_table(
         raise error(f"'{where}': {text}")
 
 
-def select(channels: Sequence[Channel], names: Sequence[str], where: str) -> tuple[Channel, ...]:
+def select(
+    channels: Sequence[Channel],
+    names: Sequence[str],
+    where: str,
+) -> tuple[Channel, ...]:
     """Return the entries of these names, in the table's order.
 
     Raises ConfigError, listing the names there are, for one that is not in the table, and
@@ -189,29 +193,34 @@ def _add_mask(num_bytes: Counter[str], data: Buffer, channel: Channel) -> None:
         raise SchemaError(f"with channel '{channel.name}' what the sample has of masks {text}")
 
 
-def _misfit(data: Buffer, channel: Channel, sizes: Mapping[str, tuple[int, int]]) -> str | None:
+def _misfit(
+    data: Buffer,
+    channel: Channel,
+    sizes: Mapping[str, tuple[int, int]],
+) -> str | None:
     """Return why a raster is not of the size of its camera's stored image; None where it is, and
     for other laws.
     """
     law = channel.law
     if law.name != "image" or law.camera is None:
         return None
-    size = sizes.get(law.camera)
-    if size is None:
+    if law.camera not in sizes:
         return (
             f"the sample has no image of camera '{law.camera}', which channel '{channel.name}' "
             "lies on"
         )
+    image_width, image_height = sizes[law.camera]
     if channel.kind == "image":
-        raster_size = image_size(data, channel)
+        width, height = image_size(data, channel)
     else:
-        height, width = KINDS[channel.kind].decode(data, channel).shape[:2]
-        raster_size = (width, height)
+        raster = KINDS[channel.kind].decode(data, channel)
+        height, width = raster.shape[:2]
     fraction = law.fraction or 1
-    expected_size = -(-size[0] // fraction), -(-size[1] // fraction)
-    if raster_size == expected_size:
+    expected_width = -(-image_width // fraction)
+    expected_height = -(-image_height // fraction)
+    if width == expected_width and height == expected_height:
         return None
     return (
-        f"{raster_size[0]} x {raster_size[1]} pixels; on the image of '{law.camera}' of "
-        f"{size[0]} x {size[1]} at 1/{fraction} it has {expected_size[0]} x {expected_size[1]}"
+        f"{width} x {height} pixels; on the image of '{law.camera}' of {image_width} x "
+        f"{image_height} at 1/{fraction} it has {expected_width} x {expected_height}"
     )

@@ -37,8 +37,8 @@ def series_channel(
 ) -> Channel:
     """Return the entry of a series; ``shape`` is that of one measurement."""
     arrays = (
-        ArraySpec(TIMES, "int64", (), "ns"),
-        ArraySpec(VALUES, dtype, shape, unit),
+        ArraySpec(TIMES, "int64", shape=(), unit="ns"),
+        ArraySpec(VALUES, dtype, shape=shape, unit=unit),
     )
     return Channel(
         name=name,
@@ -56,12 +56,10 @@ def one_of_series(channel: Channel) -> Channel | None:
     """Return the entry of one measurement, of kind ``array``; None for a channel that is not
     one.
     """
-    if channel.kind != "ragged" or [array.name for array in channel.arrays] != [
-        TIMES,
-        VALUES,
-    ]:
+    names = [array.name for array in channel.arrays]
+    if channel.kind != "ragged" or names != [TIMES, VALUES]:
         return None
-    (times, values) = channel.arrays
+    times, values = channel.arrays
     if (times.dtype, times.shape, channel.law.name) != ("int64", (), "fixed"):
         return None
     axes = tuple(f"axis{number}" for number in range(len(values.shape)))
@@ -85,10 +83,14 @@ def parts_of_series(
     ...).
     """
     array = np.asarray(values)
-    begin = np.maximum(np.searchsorted(times_ns, sample_times_ns[:-1], side="right") - 1, 0)
-    end = np.minimum(
-        np.searchsorted(times_ns, sample_times_ns[:-1], side="left") + 1,
-        len(times_ns),
-    )
-    for first, last in zip([0, *begin.tolist()], [*end.tolist(), len(times_ns)], strict=True):
-        yield {TIMES: times_ns[first:last], VALUES: array[first:last]}
+    num_measurements = len(times_ns)
+    borders_ns = sample_times_ns[:-1]
+    last_before = np.searchsorted(times_ns, borders_ns, side="right") - 1
+    first_after = np.searchsorted(times_ns, borders_ns, side="left")
+    starts = [0, *np.maximum(last_before, 0).tolist()]
+    ends = [*np.minimum(first_after + 1, num_measurements).tolist(), num_measurements]
+    for start, end in zip(starts, ends, strict=True):
+        yield {
+            TIMES: times_ns[start:end],
+            VALUES: array[start:end],
+        }

@@ -162,33 +162,31 @@ def broken_entry(channel: Channel) -> Iterator[str]:
     for noun, name in (("kind", channel.kind), ("law", channel.law.name)):
         if not _PLUG_IN.fullmatch(name):
             yield f"{noun} '{shortened(name)}' does not match [A-Za-z0-9_.:-]{{1,100}}"
-    if channel.field != f"{channel.name}.{channel.extension}" or not re.fullmatch(
-        r"[a-z0-9_]{1,20}", channel.extension
-    ):
+    has_extension = re.fullmatch(r"[a-z0-9_]{1,20}", channel.extension)
+    if not has_extension or channel.field != f"{channel.name}.{channel.extension}":
         yield (
             f"field '{shortened(channel.field)}' must be the channel's name, a dot and an extension"
         )
     if channel.dtype and channel.dtype not in DTYPES:
         yield f"dtype '{shortened(channel.dtype)}' is unknown; known: {', '.join(DTYPES)}"
-    if len(channel.axes) != len(channel.shape) or len(channel.shape) > MAX_RANK:
-        yield (
-            f"{len(channel.axes)} axes and a shape of {len(channel.shape)}: give as many, "
-            f"{MAX_RANK} at most"
-        )
+    rank = len(channel.shape)
+    if len(channel.axes) != rank or rank > MAX_RANK:
+        yield (f"{len(channel.axes)} axes and a shape of {rank}: give as many, {MAX_RANK} at most")
     if len(set(channel.axes)) != len(channel.axes):
         yield f"axes {_listed(channel.axes)} must differ"
     sides = [side for side in channel.shape if side is not None]
     if any(side < 1 for side in sides) or math.prod(sides) > _MOST_SIDE:
         yield f"shape {list(channel.shape)} must have sides from 1, and {_MOST_SIDE} values at most"
+    num_columns = len(channel.columns)
     # A lidar's columns may occur twice: `fuelrail verify --deep` reports that.
-    if channel.sensor is None and len(set(channel.columns)) != len(channel.columns):
+    if channel.sensor is None and len(set(channel.columns)) != num_columns:
         yield f"columns {_listed(channel.columns)} must differ"
-    if channel.columns and (not channel.shape or channel.shape[-1] != len(channel.columns)):
-        yield f"shape {list(channel.shape)} must end with the {len(channel.columns)} columns"
-    if len(channel.units) not in (0, 1, len(channel.columns)):
+    if num_columns and channel.shape[-1:] != (num_columns,):
+        yield f"shape {list(channel.shape)} must end with the {num_columns} columns"
+    if len(channel.units) not in (0, 1, num_columns):
         yield (
             f"{len(channel.units)} units: give one for all values, or one for each of "
-            f"{len(channel.columns)} columns"
+            f"{num_columns} columns"
         )
     for spec in channel.arrays:
         if spec.dtype not in DTYPES:
@@ -205,28 +203,29 @@ def broken_entry(channel: Channel) -> Iterator[str]:
                 f"array '{shortened(spec.name)}' has the shape {list(spec.shape)}; sides from 1 "
                 "are allowed"
             )
-    if len({spec.name for spec in channel.arrays}) != len(channel.arrays):
-        yield f"arrays {_listed([spec.name for spec in channel.arrays])} must differ"
+    array_names = [spec.name for spec in channel.arrays]
+    if len(set(array_names)) != len(array_names):
+        yield f"arrays {_listed(array_names)} must differ"
     texts = [
         channel.codec,
         channel.source_name,
         channel.description,
         channel.frame or "",
         channel.sensor or "",
-    ]
-    texts += [
+        channel.law.camera or "",
         *channel.axes,
         *channel.columns,
         *channel.units,
-        *(spec.name for spec in channel.arrays),
+        *array_names,
+        *(spec.unit for spec in channel.arrays),
     ]
-    texts += [channel.law.camera or "", *(spec.unit for spec in channel.arrays)]
-    texts += [channel.vocabulary.name] if channel.vocabulary is not None else []
-    if max(map(len, texts)) > MAX_TEXT:
-        yield f"a text of {max(map(len, texts))} characters, at most {MAX_TEXT} are allowed"
-    if channel.frame not in (None, "ego", "global") and not (channel.frame or "").startswith(
-        ("image:", "sensor:")
-    ):
+    if channel.vocabulary is not None:
+        texts.append(channel.vocabulary.name)
+    longest = max(map(len, texts))
+    if longest > MAX_TEXT:
+        yield f"a text of {longest} characters, at most {MAX_TEXT} are allowed"
+    frame = "ego" if channel.frame is None else channel.frame
+    if frame not in ("ego", "global") and not frame.startswith(("image:", "sensor:")):
         yield (
             f"frame '{shortened(channel.frame)}' is unknown: ego, global, image:CAMERA or "
             "sensor:NAME, or leave it out"
@@ -237,17 +236,17 @@ def check_shape(array: NDArray[np.generic], channel: Channel) -> str | None:
     """Return why dtype or shape of an array differ from those of the table; None where they do
     not.
     """
-    fits = array.shape == channel.shape or (
-        array.ndim == len(channel.shape)
-        and all(
-            expected is None or side == expected
-            for side, expected in zip(array.shape, channel.shape, strict=False)
-        )
-    )
+    fits = array.shape == channel.shape
+    if not fits and array.ndim == len(channel.shape):
+        sides = zip(array.shape, channel.shape, strict=True)
+        fits = all(expected in (None, side) for side, expected in sides)
     if fits and array.dtype == channel.numpy_dtype:
         return None
-    expected = ", ".join("any" if side is None else str(side) for side in channel.shape)
-    return f"{array.dtype}{list(array.shape)}; the table has {channel.dtype}[{expected}]"
+    expected_sides = ["any" if side is None else str(side) for side in channel.shape]
+    return (
+        f"{array.dtype}{list(array.shape)}; the table has "
+        f"{channel.dtype}[{', '.join(expected_sides)}]"
+    )
 
 
 def not_finite(array: NDArray[np.generic], channel: Channel) -> str | None:
@@ -257,14 +256,18 @@ def not_finite(array: NDArray[np.generic], channel: Channel) -> str | None:
     if array.dtype.kind != "f" or (channel.allows_nan and channel.allows_inf):
         return None
     # NaN and infinities go through a sum, which costs half of a look at each value.
+    sum_dtype = np.promote_types(array.dtype, np.float32)
     with np.errstate(all="ignore"):
-        if np.isfinite(array.sum(dtype=np.promote_types(array.dtype, np.float32))):
+        if np.isfinite(array.sum(dtype=sum_dtype)):
             return None
-    for allowed, test, word, key in (
+    for is_allowed, test, word, key in (
         (channel.allows_nan, np.isnan, "NaN", "allows_nan"),
         (channel.allows_inf, np.isinf, "an infinity", "allows_inf"),
     ):
-        if not allowed and (bad := test(array)).any():
+        if is_allowed:
+            continue
+        bad = test(array)
+        if bad.any():
             place = f" at {np.argwhere(bad)[0].tolist()}" if array.ndim else ""
             return (
                 f"{word}{place}; the table of channel '{channel.name}' forbids it: remove it, "

@@ -54,37 +54,49 @@ def warp_image(
     The raster has ceil(side / fraction) pixels of each side of the stored image. Raises SchemaError
     for another size.
     """
-    expected = tuple(-(-side // fraction) for side in reversed(image_map.source_wh))
-    if raster.shape[:2] != expected:
+    raster_height, raster_width = raster.shape[:2]
+    source_width, source_height = image_map.source_wh
+    expected_width = -(-source_width // fraction)
+    expected_height = -(-source_height // fraction)
+    if (raster_width, raster_height) != (expected_width, expected_height):
         raise SchemaError(
-            f"a raster of {raster.shape[1]} x {raster.shape[0]} pixels; on a stored image of "
-            f"{image_map.source_wh[0]} x {image_map.source_wh[1]} at 1/{fraction} it has "
-            f"{expected[1]} x {expected[0]}"
+            f"a raster of {raster_width} x {raster_height} pixels; on a stored image of "
+            f"{source_width} x {source_height} at 1/{fraction} it has "
+            f"{expected_width} x {expected_height}"
         )
     width, height = image_map.out_wh
     left, top, right, bottom = image_map.visible
     a, b, tx, c, d, ty = image_map.inverse_coefficients()
     u = np.arange(width) + 0.5
     v = np.arange(height) + 0.5
-    if b == 0.0 and c == 0.0 and image_map.lens is None:
+    if image_map.is_axis_aligned and image_map.lens is None:
         x = a * u + tx
         y = d * v + ty
     else:
-        x = a * u + b * v[:, None] + tx
-        y = c * u + d * v[:, None] + ty
+        v = v[:, None]
+        x = a * u + b * v + tx
+        y = c * u + d * v + ty
     seen_x = _within(x, left, right)
     seen_y = _within(y, top, bottom)
     if image_map.lens is not None:
-        true = dataclasses.replace(image_map, published=None).centre_matrix()
-        x, y = (
-            places.astype(np.float64) + 0.5
-            for places in source_places(true, image_map.lens, image_map.out_wh)
+        true_map = dataclasses.replace(image_map, published=None)
+        places = source_places(
+            true_map.centre_matrix(),
+            image_map.lens,
+            image_map.out_wh,
         )
-        seen_x = seen_x & _within(x, 0.0, image_map.source_wh[0])
-        seen_y = seen_y & _within(y, 0.0, image_map.source_wh[1])
-    rows = _axis(y / fraction, raster.shape[0], seen_y)
-    columns = _axis(x / fraction, raster.shape[1], seen_x)
-    return _look_up(raster, [rows, columns], linear=linear, fill=fill)
+        x = places[0].astype(np.float64) + 0.5
+        y = places[1].astype(np.float64) + 0.5
+        seen_x = seen_x & _within(x, 0.0, source_width)
+        seen_y = seen_y & _within(y, 0.0, source_height)
+    rows = _axis(y / fraction, raster_height, seen_y)
+    columns = _axis(x / fraction, raster_width, seen_x)
+    return _look_up(
+        raster,
+        [rows, columns],
+        linear=linear,
+        fill=fill,
+    )
 
 
 def warp_grid(
@@ -102,32 +114,45 @@ def warp_grid(
     ``extent_m`` has the outer borders of the first cells along x, y (and z), then those of the last
     ones.
     """
-    space = [name for name in ("x", "y", "z") if name in axes]
-    places = [axes.index(name) for name in space]
-    moved = np.moveaxis(grid, places, range(len(places)))
-    inverse = ego.inverse
-    half = len(space)
+    space_axes = [axes.index(name) for name in ("x", "y", "z") if name in axes]
+    num_space = len(space_axes)
+    raster = np.moveaxis(grid, space_axes, range(num_space))
+    sizes = raster.shape[:num_space]
+    lows = extent_m[:num_space]
+    highs = extent_m[num_space:]
+    borders = list(zip(sizes, lows, highs, strict=True))
     centres = []
-    borders = list(zip(moved.shape, extent_m[:half], extent_m[half:], strict=False))
     for size, low, high in borders:
         cell = (high - low) / size
         centres.append(low + (np.arange(size) + 0.5) * cell)
+    inverse = ego.inverse
     x = centres[0][:, None]
     y = centres[1]
     source_places = [row[0] * x + row[1] * y + row[3] for row in inverse[:2]]
-    if half == 3:
-        source_places.append(inverse[2, 2] * centres[2] + inverse[2, 3])
-    looks = []
-    for (size, low, high), where in zip(borders, source_places, strict=True):
-        in_cells = (where - low) * (size / (high - low))
+    if num_space == 3:
+        z = centres[2]
+        source_places.append(inverse[2, 2] * z + inverse[2, 3])
+    space = []
+    for (size, low, high), places in zip(borders, source_places, strict=True):
+        in_cells = (places - low) * (size / (high - low))
         inside = _within(in_cells, 0.0, size)
-        looks.append(_axis(in_cells, size, inside))
-    flat = _look_up(moved, looks[:2], linear=linear, fill=fill)
-    if half == 3:
-        columns = np.moveaxis(flat, 2, 0)
-        columns = _look_up(columns, looks[2:], linear=linear, fill=fill)
-        flat = np.moveaxis(columns, 0, 2)
-    return np.ascontiguousarray(np.moveaxis(flat, range(len(places)), places))
+        space.append(_axis(in_cells, size, inside))
+    raster = _look_up(
+        raster,
+        space[:2],
+        linear=linear,
+        fill=fill,
+    )
+    if num_space == 3:
+        columns = _look_up(
+            np.moveaxis(raster, 2, 0),
+            space[2:],
+            linear=linear,
+            fill=fill,
+        )
+        raster = np.moveaxis(columns, 0, 2)
+    moved = np.moveaxis(raster, range(num_space), space_axes)
+    return np.ascontiguousarray(moved)
 
 
 def _within(places: NDArray[np.floating[Any]], low: float, high: float) -> Mask:
@@ -139,13 +164,14 @@ def _axis(places: F64, size: int, inside: Mask) -> _Axis:
     first one.
     """
     finite = np.nan_to_num(places, nan=0.0, posinf=0.0, neginf=0.0)
-    nearest = np.clip(np.floor(finite), 0, size - 1).astype(np.intp)
-    between = np.clip(finite - 0.5, 0.0, size - 1.0)
+    last = size - 1
+    nearest = np.clip(np.floor(finite), 0, last)
+    between = np.clip(finite - 0.5, 0.0, float(last))
     lower = np.floor(between).astype(np.intp)
     return _Axis(
-        nearest=nearest,
+        nearest=nearest.astype(np.intp),
         lower=lower,
-        upper=np.minimum(lower + 1, size - 1),
+        upper=np.minimum(lower + 1, last),
         weight=between - lower,
         inside=inside,
     )
@@ -161,38 +187,41 @@ def _look_up(
     """Look up elements of the raster's first axes: one axis, or two whose places are a line each
     or a plane of both.
     """
-    plane = len(axes) == 2 and axes[0].nearest.ndim == 1
+    is_plane = len(axes) == 2 and axes[0].nearest.ndim == 1
     out = raster
-    if len(axes) == 1 or plane:  # one axis after the other: a rotation is not in it
+    if len(axes) == 1 or is_plane:  # one axis after the other: a rotation is not in it
         for number, axis in enumerate(axes):
             if not linear:
                 out = out.take(axis.nearest, number)
                 continue
             lower = out.take(axis.lower, number)
             upper = out.take(axis.upper, number)
-            weight = axis.weight.reshape(-1, *(1,) * (out.ndim - number - 1))
+            num_inner = out.ndim - number - 1
+            weight = axis.weight.reshape(-1, *(1,) * num_inner)
             out = lower + (upper.astype(np.float64) - lower) * weight
         inside = axes[0].inside
-        if plane:
+        if is_plane:
             inside = inside[:, None] & axes[1].inside
-    elif not linear:
-        out = raster[axes[0].nearest, axes[1].nearest]
-        inside = axes[0].inside & axes[1].inside
     else:
         rows, columns = axes
-        more = (1,) * (raster.ndim - 2)
-        across = columns.weight.reshape(*columns.weight.shape, *more)
-        down = rows.weight.reshape(*rows.weight.shape, *more)
-        lines = []
-        for row in (rows.lower, rows.upper):
-            lower = raster[row, columns.lower] * (1.0 - across)
-            upper = raster[row, columns.upper] * across
-            lines.append(lower + upper)
-        above, below = lines
-        out = above * (1.0 - down) + below * down
-        inside = axes[0].inside & axes[1].inside
+        inside = rows.inside & columns.inside
+        if linear:
+            num_inner = raster.ndim - 2
+            inner_shape = (1,) * num_inner
+            across = columns.weight.reshape(*columns.weight.shape, *inner_shape)
+            down = rows.weight.reshape(*rows.weight.shape, *inner_shape)
+            lines = []
+            for row in (rows.lower, rows.upper):
+                lower = raster[row, columns.lower] * (1.0 - across)
+                upper = raster[row, columns.upper] * across
+                lines.append(lower + upper)
+            above, below = lines
+            out = above * (1.0 - down) + below * down
+        else:
+            out = raster[rows.nearest, columns.nearest]
     if linear and raster.dtype.kind in "iub":
         out = np.rint(out)
-    out = out.astype(raster.dtype, copy=not np.shares_memory(out, raster))
+    # Each way above has copied: nothing of the raster is written to.
+    out = out.astype(raster.dtype, copy=False)
     out[~inside] = fill
     return out

@@ -49,10 +49,10 @@ class Attributes:
     """
 
     def __init__(self, dataset: Dataset, split: str) -> None:
-        self._dataset = dataset
         entry = dataset.split(split)
+        self._dataset = dataset
         self._first = entry.first_sample
-        self._end = entry.first_sample + entry.num_samples
+        self._end = self._first + entry.num_samples
         self._file = dataset.attributes_file()
 
     def __len__(self) -> int:
@@ -68,7 +68,9 @@ class Attributes:
         indexed = (*TEXTS, *_INDEX_NUMBERS)
         if not self._file.exists:
             return indexed
-        return tuple(dict.fromkeys((*indexed, *self._file.schema(len(self._dataset.index)).names)))
+        schema = self._file.schema(len(self._dataset.index))
+        names = dict.fromkeys((*indexed, *schema.names))
+        return tuple(names)
 
     def read(self, names: Sequence[str]) -> pa.Table:
         """Return columns ``names`` of the split's samples, in the index's order; raise
@@ -77,27 +79,29 @@ class Attributes:
         for name in names:
             if name not in self.names:
                 raise OrderError(no_attribute(name, self.names))
+        index = self._dataset.index
+        first = self._first
+        end = self._end
         indexed = (*TEXTS, *_INDEX_NUMBERS)
         from_file = [name for name in names if name not in indexed]
         columns = {}
         if from_file:
-            schema = self._file.schema(len(self._dataset.index))
+            schema = self._file.schema(len(index))
             table = pa.Table.from_batches(
-                self._file.batches(from_file, range(self._first, self._end)),
+                self._file.batches(from_file, range(first, end)),
                 pa.schema([schema.field(name) for name in from_file]),
             )
-            if len(table) != self._end - self._first:
+            if len(table) != len(self):
                 raise IndexFileError(
-                    f"attributes.parquet has {len(table)} of the split's "
-                    f"{self._end - self._first} rows"
+                    f"attributes.parquet has {len(table)} of the split's {len(self)} rows"
                 )
             columns = {name: table[name] for name in from_file}
-        index = self._dataset.index
         for name in names:
             if name in TEXTS:
-                columns[name] = index.texts(name, self._first, self._end)
+                columns[name] = index.texts(name, first, end)
             elif name in _INDEX_NUMBERS:
-                columns[name] = pa.chunked_array([index.column(name, self._first, self._end)])
+                numbers = index.column(name, first, end)
+                columns[name] = pa.chunked_array([numbers])
         return pa.table({name: columns[name] for name in names})
 
 
@@ -123,8 +127,9 @@ def clip_numbers(dataset: Dataset) -> I32:
             "cannot be told apart before all of it is fetched: copy the dataset to a folder"
         )
     file.schema(len(index))  # has as many rows as the index
-    clip_ids = pa.Table.from_batches(file.batches(["clip_id"]))["clip_id"]
-    encoded = pc.fill_null(clip_ids, "").dictionary_encode().combine_chunks()
+    table = pa.Table.from_batches(file.batches(["clip_id"]))
+    clip_ids = pc.fill_null(table["clip_id"], "")
+    encoded = clip_ids.dictionary_encode().combine_chunks()
     numbers: I32 = encoded.indices.to_numpy()
     return numbers
 
@@ -147,40 +152,39 @@ class AttributeColumns(NamedTuple):
         columns = []
         for name, column in zip(table.column_names, table.columns, strict=True):
             dtype = _DTYPES.get(column.type, "")
-            kind, field = ("array", f"{name}.npy") if dtype else ("text", f"{name}.txt")
-            channels.append(
-                Channel(
-                    name=name,
-                    kind=kind,
-                    field=field,
-                    dtype=dtype,
-                    law=Law("fixed"),
-                )
+            channel = Channel(
+                name=name,
+                kind="array" if dtype else "text",
+                field=f"{name}.npy" if dtype else f"{name}.txt",
+                dtype=dtype,
+                law=Law("fixed"),
             )
-            encoded = column if dtype else column.dictionary_encode().unify_dictionaries()
-            columns.append(pa.concat_arrays(encoded.chunks))
+            channels.append(channel)
+            if not dtype:
+                column = column.dictionary_encode().unify_dictionaries()
+            columns.append(pa.concat_arrays(column.chunks))
         return cls(tuple(channels), tuple(columns), first_row)
 
     def values(self, row: int) -> dict[str, Any]:
         """Return the values of a row of the dataset as its channels decode them, None for one
         that is not known.
         """
-        values = [column[row - self.first_row].as_py() for column in self.columns]
-        return {
-            channel.name: value
-            if value is None or not channel.dtype
-            else np.array(value, channel.dtype)
-            for channel, value in zip(self.channels, values, strict=True)
-        }
+        place = row - self.first_row
+        values = {}
+        for channel, column in zip(self.channels, self.columns, strict=True):
+            value = column[place].as_py()
+            if value is not None and channel.dtype:
+                value = np.array(value, channel.dtype)
+            values[channel.name] = value
+        return values
 
 
 def no_attribute(name: str, names: Collection[str]) -> str:
     """Return a message about an unknown attribute: the nearest names, or all of them."""
-    near = difflib.get_close_matches(name, names, n=3)
-    hint = (
-        f"did you mean {' or '.join(near)}?" if near else f"there are: {', '.join(sorted(names))}"
-    )
-    return f"no attribute {name!r}; {hint}"
+    matches = difflib.get_close_matches(name, names, n=3)
+    if matches:
+        return f"no attribute {name!r}; did you mean {' or '.join(matches)}?"
+    return f"no attribute {name!r}; there are: {', '.join(sorted(names))}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,22 +211,27 @@ class ClipTable:
         Raises IndexFileError for a frame number out of range, or that occurs twice in its clip.
         """
         frame = np.asarray(frames, dtype=np.int64)
-        if len(frame) and not (frame.min() >= 0 and frame.max() < FRAME_LIMIT):
-            raise IndexFileError(
-                f"frame numbers must be in 0 .. 2**31 - 1, got {frame.min()} .. {frame.max()}"
-            )
-        keys = (np.asarray(clips, dtype=np.int64) << _FRAME_BITS) + frame
-        small = np.int32 if len(keys) <= np.iinfo(np.int32).max else np.int64
-        in_order: NDArray[np.integer] = np.arange(len(keys)).astype(small)
+        if len(frame):
+            low = frame.min()
+            high = frame.max()
+            if low < 0 or high >= FRAME_LIMIT:
+                raise IndexFileError(
+                    f"frame numbers must be in 0 .. 2**31 - 1, got {low} .. {high}"
+                )
+        clip = np.asarray(clips, dtype=np.int64)
+        keys = (clip << _FRAME_BITS) + frame
+        dtype = np.int32 if len(keys) <= np.iinfo(np.int32).max else np.int64
+        numbers: NDArray[np.integer] = np.arange(len(keys)).astype(dtype)
         if (keys[1:] > keys[:-1]).all():
-            return cls(keys, in_order, in_order)
-        samples: NDArray[np.integer] = np.argsort(keys, kind="stable").astype(small)
-        ranks = np.empty_like(in_order)
-        ranks[samples] = in_order
+            return cls(keys, samples=numbers, ranks=numbers)
+        samples: NDArray[np.integer] = np.argsort(keys, kind="stable").astype(dtype)
+        ranks = np.empty_like(numbers)
+        ranks[samples] = numbers
         keys = keys[samples]
-        if (twice := np.flatnonzero(keys[1:] == keys[:-1])).size:
-            first = samples[twice[0]]
-            second = samples[twice[0] + 1]
+        repeats = np.flatnonzero(keys[1:] == keys[:-1])
+        if repeats.size:
+            rank = repeats[0]
+            first, second = samples[rank : rank + 2]
             raise IndexFileError(
                 f"samples {first} and {second} of the split are the same frame of the same clip"
             )
@@ -233,20 +242,22 @@ class ClipTable:
         """Make the table of a split of a dataset; raise ConfigError for an unknown split,
         IndexFileError as `build`.
         """
+        index = dataset.index
         entry = dataset.split(split)
         first = entry.first_sample
-        end = entry.first_sample + entry.num_samples
+        end = first + entry.num_samples
         table = cls.build(
-            dataset.index.clip_numbers(first, end),
-            dataset.index.column("frame", first, end),
+            clips=index.clip_numbers(first, end),
+            frames=index.column("frame", first, end),
         )
         if times:
-            return table.at_times(dataset.index.column("timestamp_ns", first, end))
+            return table.at_times(index.column("timestamp_ns", first, end))
         return table
 
     def at_times(self, times_ns: ArrayLike) -> Self:
         """Return the table with the samples' times [ns], given by sample number: (n,)."""
-        return replace(self, times_ns=np.asarray(times_ns, dtype=np.int64)[self.samples])
+        times_by_sample = np.asarray(times_ns, dtype=np.int64)
+        return replace(self, times_ns=times_by_sample[self.samples])
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -275,7 +286,8 @@ class ClipTable:
     def bounds(self, ranks: I64) -> tuple[I64, I64]:
         """Return the first rank of the clip of each of ``ranks``, and the one behind its last."""
         clip = self.keys[ranks] >> _FRAME_BITS
-        first, end = (
-            np.searchsorted(self.keys, (clip + offset) << _FRAME_BITS) for offset in (0, 1)
-        )
+        clip_key = clip << _FRAME_BITS
+        next_clip_key = (clip + 1) << _FRAME_BITS
+        first = np.searchsorted(self.keys, clip_key)
+        end = np.searchsorted(self.keys, next_clip_key)
         return first, end

@@ -1,18 +1,15 @@
 """A member's bytes, stored and raw: the codec registry.
 
-============== =============
-=================================================================================
+============== ============= ======================================================================
 codec          name suffix   stored form
-============== =============
-=================================================================================
+============== ============= ======================================================================
 ``raw``        (none)        the bytes themselves: encoded images and other media that do not shrink
 ``zstd``       ``.zst``      one zstd frame that states its content size
-``zstd-dict``  ``.dict.zst`` as ``zstd``, with the dataset's dictionary (:mod:`fuelrail.pipeline.format.codecs`)
-``zstd-pR``    ``.pR.zst``   as ``zstd``, after splitting rows of R bytes (counted from the end) into R byte
-                             planes: column-wise and byte-shuffled at once, for float arrays such as
-                             lidar
-============== =============
-=================================================================================
+``zstd-dict``  ``.dict.zst`` as ``zstd``, with the dataset's dictionary (`Dictionary`)
+``zstd-pR``    ``.pR.zst``   as ``zstd``, after splitting rows of R bytes (counted from the end)
+                             into R byte planes: column-wise and byte-shuffled at once, for float
+                             arrays such as lidar
+============== ============= ======================================================================
 
 All are exact, byte for byte. Sizes read from untrusted data are capped before memory is taken.
 """
@@ -184,8 +181,10 @@ def split_name(stored_name: str) -> tuple[str, str]:
     ``zstd``.
     """
     match = _PLANES_SUFFIX.search(stored_name)
-    if match is not None and int(match.group(1)) <= MAX_ROW_BYTES:
-        return stored_name[: match.start()], planes(int(match.group(1)))
+    if match is not None:
+        row_bytes = int(match[1])
+        if row_bytes <= MAX_ROW_BYTES:
+            return stored_name[: match.start()], planes(row_bytes)
     if stored_name.endswith(_DICT_SUFFIX):
         return stored_name.removesuffix(_DICT_SUFFIX), ZSTD_DICT
     if stored_name.endswith(".zst"):
@@ -224,7 +223,10 @@ def encode(
     head = size % row
     planes = np.empty(size, np.uint8)
     planes[:head] = data[:head]
-    _transpose(data[head:].reshape(-1, row), planes[head:].reshape(row, -1))
+    _transpose(
+        data[head:].reshape(-1, row),
+        planes[head:].reshape(row, -1),
+    )
     plane_bytes = size // row
     if plane_bytes < _MIN_BLOCK_BYTES:
         return _PLAIN.compressor(level).compress(planes.data)
@@ -298,7 +300,10 @@ def decode(
     head = expected % row
     data = np.empty(expected, np.uint8)
     data[:head] = shuffled[:head]
-    _transpose(shuffled[head:].reshape(row, -1), data[head:].reshape(-1, row))
+    _transpose(
+        shuffled[head:].reshape(row, -1),
+        data[head:].reshape(-1, row),
+    )
     return data.data
 
 
@@ -310,12 +315,13 @@ def _row_bytes(codec: str) -> int:
     if codec == ZSTD:
         return 0
     match = _PLANES.match(codec)
-    if match is None or int(match.group(1)) > MAX_ROW_BYTES:
+    row_bytes = 0 if match is None else int(match[1])
+    if not 1 <= row_bytes <= MAX_ROW_BYTES:
         raise ConfigError(
             f"unknown codec {codec!r}; known: raw, zstd, zstd-dict, zstd-pR with R from 1 "
             f"to {MAX_ROW_BYTES}"
         )
-    return int(match.group(1))
+    return row_bytes
 
 
 def _transpose(source: U8, out: U8) -> None:
@@ -327,20 +333,16 @@ def _transpose(source: U8, out: U8) -> None:
     try:
         import cv2
 
-        # Planes of float16 and float32, which this interleaves 3 to 4 times as fast.
-        if len(source) in (
-            2,
-            4,
-        ):
-            cv2.merge(list(source[:, None]), dst=out[None])
+        if len(source) in (2, 4):
+            # Planes of float16 and float32, which this interleaves 3 to 4 times as fast.
+            rows = list(source[:, None])
+            cv2.merge(rows, dst=out[None])
         else:
             cv2.transpose(source, dst=out)
     except ModuleNotFoundError:  # the extra opencv is not installed
         np.copyto(out, source.T)
-    except (
-        ImportError,
-        AttributeError,
-    ) as error:  # the latter: another thread's import of it failed half-way
+    except (ImportError, AttributeError) as error:
+        # The latter: another thread's import of it failed half-way.
         raise ConfigError(
             f"OpenCV cannot be loaded ({error}): it needs the package "
             "opencv-python-headless and some 1 GiB of address space (see `ulimit -v`)"
@@ -360,12 +362,12 @@ class Dictionary:
             )
         try:
             self._dictionary = zstandard.ZstdCompressionDict(
-                data, dict_type=zstandard.DICT_TYPE_FULLDICT
+                data,
+                dict_type=zstandard.DICT_TYPE_FULLDICT,
             )
             self.zstd = Zstd(self._dictionary)
-            self.zstd.decompressor.decompress(
-                self.zstd.compressor(DEFAULT_ZSTD_LEVEL).compress(b"")
-            )
+            compressor = self.zstd.compressor(DEFAULT_ZSTD_LEVEL)
+            self.zstd.decompressor.decompress(compressor.compress(b""))
         except zstandard.ZstdError as error:
             raise CodecError(f"{where} is not a zstd dictionary: {error}") from error
         self.data = data
@@ -385,7 +387,11 @@ class Dictionary:
             )
 
 
-def train_dictionary(samples: Sequence[bytes], num_bytes: int, level: int) -> Dictionary:
+def train_dictionary(
+    samples: Sequence[bytes],
+    num_bytes: int,
+    level: int,
+) -> Dictionary:
     """Train a dictionary of at most ``num_bytes`` on samples; the same ones, in their order, give
     the same bytes.
 

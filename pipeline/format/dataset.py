@@ -156,11 +156,11 @@ class Dataset:
             )
         row, span = self._locate(number_or_key)
         path = self.shard_path(row)
-        entries = tuple(
-            entry
-            for entry in row.members
-            if channels is None or entry.name.partition(".")[0] in channels
-        )
+        entries = []
+        for entry in row.members:
+            channel, _, _ = entry.name.partition(".")
+            if channels is None or channel in channels:
+                entries.append(entry)
         if not entries:
             return {}
         if span is None and len(entries) < len(row.members) and not is_framed(path.name):
@@ -174,32 +174,27 @@ class Dataset:
             span = _read(self.origin, path, row)
         check_span(row, span, path.name)
         names = [entry.name for entry in entries]
-        members = read_members(row, span, path.name, names, dictionary=self.dictionary)
-        extra = [
-            extra_channel
-            for extra_channel in self.manifest.extra_channels
-            if extra_channel.field in members
-        ]
-        if channels is None:
-            extra = [
-                extra_channel
-                for extra_channel in extra
-                if KINDS.find(extra_channel.kind) is not None
-            ]
-        values = decode_values(
-            members,
-            select(
-                self.manifest.known_channels,
-                [extra_channel.name for extra_channel in extra],
-                self.location,
-            ),
-            row.key,
+        members = read_members(
+            row,
+            span,
+            shard=path.name,
+            fields_wanted=names,
+            dictionary=self.dictionary,
         )
-        raw = {name: data for name, data in members.items() if name.partition(".")[0] not in values}
-        return {
-            **{name.partition(".")[0]: decode_member(name, data) for name, data in raw.items()},
-            **values,
-        }
+        extra_names = []
+        for extra_channel in self.manifest.extra_channels:
+            if extra_channel.field not in members:
+                continue
+            if channels is not None or KINDS.find(extra_channel.kind) is not None:
+                extra_names.append(extra_channel.name)
+        extra = select(self.manifest.known_channels, extra_names, self.location)
+        values = decode_values(members, extra, row.key)
+        sample = {}
+        for name, data in members.items():
+            channel, _, _ = name.partition(".")
+            if channel not in values:
+                sample[channel] = decode_member(name, data)
+        return sample | values
 
     def position(self, number_or_key: SupportsIndex | str) -> int:
         """Return the row of a sample by number or key.
@@ -223,7 +218,8 @@ class Dataset:
             raise TypeError(
                 f"dataset[...] takes one sample's number or key, not {type(number_or_key).__name__}"
             ) from error
-        number += len(self) if number < 0 else 0
+        if number < 0:
+            number += len(self)
         if not 0 <= number < len(self):
             raise IndexError(
                 f"sample {number_or_key} is not in the dataset: it has samples 0 to {len(self) - 1}"
@@ -276,26 +272,26 @@ class Dataset:
 
         Raises IndexFileError for damaged files, DatasetError where they cannot be fetched.
         """
-        columns: dict[str, Any] = {name: self.index.texts(name) for name in ("key", "clip_id")}
         splits = sorted(self.splits.items(), key=lambda item: item[1].first_sample)
-        numbers = np.repeat(np.arange(len(splits)), [entry.num_samples for _, entry in splits])
-        columns["split"] = pa.array([name for name, _ in splits], pa.string()).take(
-            pa.array(numbers)
-        )
-        columns |= {name: self.index.column(name) for name in ("frame", "timestamp_ns")}
+        split_names = pa.array([name for name, _ in splits], pa.string())
+        split_sizes = [entry.num_samples for _, entry in splits]
+        split_numbers = np.repeat(np.arange(len(splits)), split_sizes)
+        columns: dict[str, Any] = {
+            "key": self.index.texts("key"),
+            "clip_id": self.index.texts("clip_id"),
+            "split": split_names.take(pa.array(split_numbers)),
+            "frame": self.index.column("frame"),
+            "timestamp_ns": self.index.column("timestamp_ns"),
+        }
         file = self.attributes_file()
         if file.exists:
             schema = file.schema(len(self))
             names = [name for name in schema.names if name not in columns]
-            fields = pa.schema([schema.field(name) for name in names])
             if names:
-                columns |= dict(
-                    zip(
-                        names,
-                        pa.Table.from_batches(file.batches(names), fields).columns,
-                        strict=True,
-                    )
-                )
+                fields = pa.schema([schema.field(name) for name in names])
+                attributes = pa.Table.from_batches(file.batches(names), fields)
+                for name in names:
+                    columns[name] = attributes[name]
         return pa.table(columns)
 
     def __reduce__(self) -> tuple[Callable[..., Dataset], tuple[Any, ...]]:
@@ -459,17 +455,18 @@ def _read(origin: RemoteFolder | None, path: Path, row: IndexRow) -> bytes:
         ) from error
 
 
-def load_dictionary(folder: Path, manifest: Manifest, index: SampleIndex) -> Dictionary | None:
+def load_dictionary(
+    folder: Path,
+    manifest: Manifest,
+    index: SampleIndex,
+) -> Dictionary | None:
     """Return the dataset's zstd dictionary, checked against its digest; None where it has none.
 
     Raises ManifestError where it is not the manifest's, or where members need it and it does not
     exist.
     """
     file = folder / DICTIONARY_FILE
-    entry = next(
-        (entry for entry in manifest.files if entry.name == DICTIONARY_FILE),
-        None,
-    )
+    entry = manifest.file(DICTIONARY_FILE)
     if entry is None:
         if codecs.ZSTD_DICT in index.codecs:
             raise ManifestError(
@@ -526,10 +523,9 @@ def check_digests(row: IndexRow, span: Buffer, shard: str) -> None:
     """
     view = memoryview(span)
     for entry in row.members:
-        if (
-            xxhash.xxh3_64_intdigest(view[entry.offset : entry.offset + entry.stored_bytes])
-            != entry.xxh3
-        ):
+        end = entry.offset + entry.stored_bytes
+        stored = view[entry.offset : end]
+        if xxhash.xxh3_64_intdigest(stored) != entry.xxh3:
             raise ChecksumError(
                 f"member '{entry.name}': checksum mismatch (xxh3): the data is corrupt",
                 shard=shard,
@@ -555,14 +551,29 @@ def read_members(
     digest says nothing about the index), SchemaError for a field that occurs twice, and the codec's
     errors with key and member.
     """
-    view = memoryview(open_span(row, span, shard) if is_framed(shard) else span)
+    if is_framed(shard):
+        span = open_span(row, span, shard)
+    view = memoryview(span)
     (names, kinds, fields), offsets, stored_bytes, all_raw_bytes = row.columns()
-    if not are_members(view, key=row.key, fields=fields, offsets=offsets, sizes=stored_bytes):
+    if not are_members(
+        view,
+        key=row.key,
+        fields=fields,
+        offsets=offsets,
+        sizes=stored_bytes,
+    ):
         # The error is for the first member whose header is not where the index has it.
         for name, stored, offset, size in zip(names, fields, offsets, stored_bytes, strict=True):
             end = offset + size
             if not BLOCK_BYTES <= offset <= end <= len(view):
-                raise _outside(row, name=name, offset=offset, end=end, view=view, shard=shard)
+                raise _outside(
+                    row,
+                    name=name,
+                    offset=offset,
+                    end=end,
+                    view=view,
+                    shard=shard,
+                )
             if not are_members(
                 view,
                 key=row.key,
@@ -595,17 +606,28 @@ def read_members(
             continue
         end = offset + size
         if not BLOCK_BYTES <= offset <= end <= len(view):
-            raise _outside(row, name=name, offset=offset, end=end, view=view, shard=shard)
+            raise _outside(
+                row,
+                name=name,
+                offset=offset,
+                end=end,
+                view=view,
+                shard=shard,
+            )
         if codec == codecs.RAW and size == raw_bytes:
             members[name] = view[offset:end]
             continue
         try:
-            members[name] = memoryview(
-                codecs.decode(codec, view[offset:end], raw_bytes, dictionary=dictionary)
+            raw = codecs.decode(
+                codec,
+                view[offset:end],
+                raw_bytes,
+                dictionary=dictionary,
             )
         except MemberError as error:
             message = f"{error.message} ({_address(row, offset, shard)})"
             raise type(error)(message, key=row.key, member=name) from error
+        members[name] = memoryview(raw)
     return members
 
 

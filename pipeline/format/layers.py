@@ -223,7 +223,9 @@ class Layer:
         Raises IndexFileError for a row that the index does not have, or that has another key than
         the sample.
         """
-        number = position if self.rows is None else self._checked(int(self.rows[position]))
+        number = position
+        if self.rows is not None:
+            number = self._checked(int(self.rows[position]))
         if number == NO_ROW:
             return None
         row = self.data.index.row(number)
@@ -244,7 +246,8 @@ class Layer:
             return positions
         if not len(self.rows):
             return np.full_like(positions, NO_ROW)
-        rows: I64 = np.where(positions < 0, NO_ROW, self.rows[np.maximum(positions, 0)])
+        stored_rows = self.rows[np.maximum(positions, 0)]
+        rows: I64 = np.where(positions < 0, NO_ROW, stored_rows)
         if rows.size:
             self._checked(int(rows.min()))
             self._checked(int(rows.max()))
@@ -303,7 +306,12 @@ def open_layer(
         cache_dir=cache_dir,
         retry=retry,
     )
-    layer = Layer(name, data, read_rows(data), missing)
+    layer = Layer(
+        name=name,
+        data=data,
+        rows=read_rows(data),
+        missing=missing,
+    )
     check_base(layer, base)
     return layer
 
@@ -371,24 +379,24 @@ def check_base(layer: Layer, base: Dataset) -> None:
         f"'{base.location}', '{manifest.name}' of {manifest.num_samples} samples "
         f"({manifest.fingerprint[:16]})"
     )
-    base_keys = base.index.texts("key")
-    layer_keys = pa.chunked_array(layer.data.index.texts("key").chunks, pa.string())
-    is_known = pa.compute.is_in(layer_keys, value_set=base_keys.combine_chunks())
-    if not len(layer_keys) or not pa.compute.all(is_known).as_py():
+    base_keys = base.index.texts("key").combine_chunks()
+    layer_keys = layer.data.index.texts("key").combine_chunks()
+    is_in_base = pa.compute.is_in(layer_keys, value_set=base_keys)
+    if not len(layer_keys) or not pa.compute.all(is_in_base).as_py():
         raise ManifestError(
             f"{sides}; give the dataset that it was made for, or make the layer again"
         )
-    lacking = base_keys.filter(
-        pa.compute.invert(pa.compute.is_in(base_keys, value_set=layer_keys.combine_chunks()))
-    )
-    examples = ", ".join(lacking.slice(0, _SHOWN_KEYS).to_pylist())
-    rest = (
-        f"{len(lacking)} samples have no value: "
-        f"{examples}{', ...' if len(lacking) > _SHOWN_KEYS else ''}"
-    )
+    is_in_layer = pa.compute.is_in(base_keys, value_set=layer_keys)
+    lacking = base_keys.filter(pa.compute.invert(is_in_layer))
+    coverage = "every sample has a value"
+    if len(lacking):
+        examples = lacking.slice(0, _SHOWN_KEYS).to_pylist()
+        if len(lacking) > _SHOWN_KEYS:
+            examples.append("...")
+        coverage = f"{len(lacking)} samples have no value: {', '.join(examples)}"
     raise ManifestError(
         f"{sides}; all keys of the layer are in this dataset, so it is another version of "
-        f"the same one, in which {rest if len(lacking) else 'every sample has a value'}; "
+        f"the same one, in which {coverage}; "
         "`fuelrail layer rebase LAYER DATASET OUT` makes the layer of this version"
     )
 
@@ -398,7 +406,12 @@ class JoinedAttributes(Attributes):
     null without a row.
     """
 
-    def __init__(self, dataset: Dataset, split: str, layers: Sequence[Layer] = ()) -> None:
+    def __init__(
+        self,
+        dataset: Dataset,
+        split: str,
+        layers: Sequence[Layer] = (),
+    ) -> None:
         super().__init__(dataset, split)
         self._own = super().names
         self._layers: dict[str, tuple[Layer, str]] = {}
@@ -409,8 +422,6 @@ class JoinedAttributes(Attributes):
             for name in file.schema(len(layer.data.index)).names:
                 if name not in INDEXED:
                     self._layers[f"{layer.name}.{name}"] = (layer, name)
-        entry = dataset.split(split)
-        self._positions = range(entry.first_sample, entry.first_sample + entry.num_samples)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -421,16 +432,19 @@ class JoinedAttributes(Attributes):
         """Return columns ``names`` of the split's samples, in the index's order; raise
         OrderError for unknown names.
         """
-        base_columns = super().read([name for name in names if name not in self._layers])
+        base_names = [name for name in names if name not in self._layers]
+        base_columns = super().read(base_names)
         columns = {}
         for name in names:
             if name not in self._layers:
                 columns[name] = base_columns[name]
                 continue
             layer, column = self._layers[name]
-            rows = layer.rows_at(np.arange(self._positions.start, self._positions.stop))
-            stored = pa.Table.from_batches(layer.data.attributes_file().batches([column]))[column]
-            columns[name] = stored.take(pa.array(rows, mask=rows < 0))
+            file = layer.data.attributes_file()
+            table = pa.Table.from_batches(file.batches([column]))
+            rows = layer.rows_at(np.arange(self._first, self._end))
+            taken_rows = pa.array(rows, mask=rows < 0)
+            columns[name] = table[column].take(taken_rows)
         return pa.table(columns)
 
 
@@ -446,21 +460,21 @@ def read_attributes(
     ``names`` are those that are read, also key, clip_id, frame and timestamp_ns of the index; None:
     all but these. A name that a sample has no value of is absent, or None.
     """
+    index_names = [name for name in names or () if name in INDEXED and name != "split"]
     attributes: dict[int, dict[str, Any]] = {}
     for row in rows:
         entry = dataset.index.row(row)
-        attributes[row] = {
-            name: getattr(entry, name)
-            for name in names or ()
-            if name in INDEXED and name != "split"
-        }
-    places: list[tuple[str, Dataset, dict[int, int]]] = [("", dataset, {row: row for row in rows})]
+        attributes[row] = {name: getattr(entry, name) for name in index_names}
+    own_rows = {row: row for row in rows}
+    places: list[tuple[str, Dataset, dict[int, int]]] = [("", dataset, own_rows)]
     for layer in layers:
         numbers = {}
         for row in rows:
-            place = layer.find(row, dataset.index.row(row).key)
+            key = dataset.index.row(row).key
+            place = layer.find(row, key)
             if place is not None:
-                numbers[place[0]] = row
+                number, _ = place
+                numbers[number] = row
         places.append((f"{layer.name}.", layer.data, numbers))
     for prefix, data, row_of_number in places:
         file = data.attributes_file()

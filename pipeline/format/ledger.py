@@ -197,7 +197,13 @@ def read_ledger(path: str | os.PathLike[str], *, open_end: bool = False) -> Ledg
             "wrote, and the next one removes the rest; or the file was changed",
             len(records),
         )
-    return Ledger(records=tuple(records), head=digest, size=size, last=last, rest=rest)
+    return Ledger(
+        records=tuple(records),
+        head=digest,
+        size=size,
+        last=last,
+        rest=rest,
+    )
 
 
 class _Checks:

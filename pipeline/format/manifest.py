@@ -62,7 +62,9 @@ Fingerprint = Annotated[
 _Names = Annotated[tuple[Text, ...], Meta(max_length=_MAX_NAMES)]
 BRING_BACK: Final = "bring it back from a copy, or make it again in another folder"
 _WHAT_IT_IS: Final = {
-    b'"fuelrail-layer"': "; it is a layer: open its base, and give the layer as layers={NAME: PATH}",
+    b'"fuelrail-layer"': (
+        "; it is a layer: open its base, and give the layer as layers={NAME: PATH}"
+    ),
     b'"fuelrail-dataset"': "; it is a dataset, and a layer is needed here",
 }
 WORK_FOLDER: Final = ".fuelrail"
@@ -412,11 +414,9 @@ def load_manifest(root: str | os.PathLike[str], kinds: Kinds = DATASETS) -> Mani
 
 
 def _why_not_ready(root: Path, kinds: Kinds) -> str:
-    command = (
-        "fuelrail shard SOURCE {}"
-        if FORMAT in kinds
-        else "fuelrail annotate DATASET {} --model MODULE:FUNCTION"
-    )
+    command = "fuelrail annotate DATASET {} --model MODULE:FUNCTION"
+    if FORMAT in kinds:
+        command = "fuelrail shard SOURCE {}"
     make = f"make it with `{command.format(root)}`"
     if not root.is_dir():
         if root.is_file():
@@ -458,21 +458,19 @@ def _check_names(manifest: Manifest, where: str) -> None:
     """
     files = [file.name for file in manifest.files]
     for name in files:
-        is_plain = (
-            name.isprintable() and "/" not in name and len(name.encode()) <= _MAX_FILE_NAME_BYTES
-        )
-        if name in ("", ".", "..", MANIFEST_FILE) or not is_plain:
+        is_plain = name.isprintable() and "/" not in name
+        is_short = len(name.encode("utf-8", "surrogatepass")) <= _MAX_FILE_NAME_BYTES
+        is_reserved = name in ("", ".", "..", MANIFEST_FILE)
+        if is_reserved or not is_plain or not is_short:
             raise ManifestError(f"'{where}': '{shortened(name)}' is not a plain file name")
+    channels = [channel.name for channel in manifest.channels]
+    splits = list(manifest.splits)
     for kind, names, pattern in (
         ("file", files, None),
-        (
-            "channel",
-            [channel.name for channel in manifest.channels],
-            "[a-z0-9_]{1,100}",
-        ),
-        ("split", list(manifest.splits), "[a-z][a-z0-9_]{0,99}"),
+        ("channel", channels, "[a-z0-9_]{1,100}"),
+        ("split", splits, "[a-z][a-z0-9_]{0,99}"),
     ):
-        for name, count in Counter(list(names)).items():
+        for name, count in Counter(names).items():
             if count > 1:
                 raise ManifestError(f"'{where}': {kind} '{shortened(name)}' occurs twice")
             if pattern is not None and not re.fullmatch(pattern, name):
@@ -528,15 +526,15 @@ def check_parts(channels: Sequence[Channel], where: str) -> None:
 
 def _check_runs(manifest: Manifest, where: str) -> None:
     """Check that splits tile the rows and the shards without gap or overlap."""
-    row = shard = 0
-    for name, split in sorted(
+    row = 0
+    shard = 0
+    splits = sorted(
         manifest.splits.items(),
         key=lambda item: (item[1].first_shard, item[1].first_sample),
-    ):
-        if (split.first_sample, split.first_shard) != (
-            row,
-            shard,
-        ) or not 0 <= split.num_shards <= split.num_samples:
+    )
+    for name, split in splits:
+        is_next = split.first_sample == row and split.first_shard == shard
+        if not is_next or not 0 <= split.num_shards <= split.num_samples:
             raise ManifestError(
                 f"'{where}': split '{name}' does not continue at sample {row} and shard {shard}"
             )
@@ -544,8 +542,8 @@ def _check_runs(manifest: Manifest, where: str) -> None:
             raise ManifestError(
                 f"'{where}': split '{name}' has {split.num_samples} samples and no shard"
             )
-        row = row + split.num_samples
-        shard = shard + split.num_shards
+        row += split.num_samples
+        shard += split.num_shards
     if row != manifest.num_samples:
         raise ManifestError(
             f"'{where}': the splits hold {row} samples, stated are {manifest.num_samples}"

@@ -78,9 +78,10 @@ _K_LOW, _K_HIGH = np.array(
     ),
     np.float64,
 ).transpose(2, 0, 1)
-_BOX_LOW, _BOX_HIGH = np.array(
-    ((-LARGEST_BOX, LARGEST_BOX),) * 3 + ((1e-6, LARGEST_BOX),) * 3 + ((-7.0, 7.0),)
-).T
+_PLACE = (-LARGEST_BOX, LARGEST_BOX)
+_SIZE = (1e-6, LARGEST_BOX)
+_YAW = (-7.0, 7.0)
+_BOX_LOW, _BOX_HIGH = np.array((_PLACE, _PLACE, _PLACE, _SIZE, _SIZE, _SIZE, _YAW)).T
 _POSES: Final = (
     "cam2ego",
     "cam_ego2global",
@@ -181,9 +182,12 @@ def broken_rules(sample: Sample, names: Sequence[str], rig: Rig) -> Iterator[Bro
 
 def broken_arrays(sample: Sample, rig: Rig) -> Iterator[Broken]:
     """Yield the rules on geometry, boxes and points that a sample breaks."""
-    other_rig = broken_rig(sample.geometry, sample.images, rig)
-    for text in broken_calibration(sample.geometry) if other_rig is None else (other_rig,):
-        yield Broken(GEOMETRY, text)
+    mismatch = broken_rig(sample.geometry, sample.images, rig)
+    if mismatch is not None:
+        yield Broken(GEOMETRY, mismatch)
+    else:
+        for text in broken_calibration(sample.geometry):
+            yield Broken(GEOMETRY, text)
     if sample.boxes is not None:
         for text in broken_boxes(sample.boxes, rig):
             yield Broken(BOXES, text)
@@ -195,24 +199,27 @@ def broken_arrays(sample: Sample, rig: Rig) -> Iterator[Broken]:
             yield Broken(channel + SWEEPS_FIELD, text)
 
 
-def are_sound(geometries: Sequence[Geometry], boxes: Sequence[Boxes], rig: Rig) -> bool:
+def are_sound(
+    geometries: Sequence[Geometry],
+    boxes: Sequence[Boxes],
+    rig: Rig,
+) -> bool:
     """Return whether no geometry and no boxes of many samples break a rule; one look at all of
     them is faster.
     """
-    return not any(broken_calibration(_joined(geometries))) and (
-        not boxes or not any(broken_boxes(_joined(boxes), rig))
-    )
+    if any(broken_calibration(_joined(geometries))):
+        return False
+    return not boxes or not any(broken_boxes(_joined(boxes), rig))
 
 
 def _joined(records: Sequence[A]) -> A:
     """Join many records to one: each array is those of all records, joined along the first axis."""
     kind = type(records[0])
-    return kind(
-        **{
-            f.name: np.concatenate([getattr(r, f.name) for r in records])
-            for f in dataclasses.fields(kind)
-        }
-    )
+    arrays = {}
+    for field in dataclasses.fields(kind):
+        parts = [getattr(record, field.name) for record in records]
+        arrays[field.name] = np.concatenate(parts)
+    return kind(**arrays)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -229,35 +236,26 @@ def broken_names(names: tuple[str, ...], rig: Rig) -> tuple[Broken, ...]:
             broken.append(Broken(name, str(error)))
             continue
         # A camera has one image, of any extension.
-        slot = channel if extension in IMAGE_EXTENSIONS else name
+        is_image = extension in IMAGE_EXTENSIONS
+        slot = channel if is_image else name
         if slot in slots:
-            broken.append(
-                Broken(
-                    name,
-                    f"the sample has '{slot}' twice; each field occurs once",
-                )
-            )
+            text = f"the sample has '{slot}' twice; each field occurs once"
+            broken.append(Broken(name, text))
         slots.add(slot)
+        is_cloud = extension == POINTS_EXTENSION or name.endswith(SWEEPS_FIELD)
         if not (
             name in (META, GEOMETRY, BOXES)
             or name in rig.fields
             or name.startswith("x_")
-            or (channel in rig.cameras and extension in IMAGE_EXTENSIONS)
-            or (
-                lidar_channel(name) in lidars
-                and (extension == POINTS_EXTENSION or name.endswith(SWEEPS_FIELD))
-            )
+            or (is_image and channel in rig.cameras)
+            or (is_cloud and lidar_channel(name) in lidars)
         ):
             channels = ", ".join([*rig.cameras, *lidars, *sorted(rig.fields)])
-            broken.append(
-                Broken(
-                    name,
-                    (
-                        f"no such field: the channels are {channels}, and names of a user's own "
-                        "begin with x_"
-                    ),
-                )
+            text = (
+                f"no such field: the channels are {channels}, and names of a user's own "
+                "begin with x_"
             )
+            broken.append(Broken(name, text))
     return tuple(broken)
 
 
@@ -266,16 +264,14 @@ def unsafe_ending(name: str) -> str | None:
     """Return why a member of this field name is refused for one of :data:`UNSAFE_ENDINGS`; None
     where it has none.
     """
-    ending = next(
-        (part for part in name.lower().split(".")[1:] if part in UNSAFE_ENDINGS),
-        None,
-    )
-    if ending is None:
-        return None
-    return (
-        f"names with '.{ending}' are refused: a reader may run what the member holds; store "
-        "plain data"
-    )
+    _, *endings = name.lower().split(".")
+    for ending in endings:
+        if ending in UNSAFE_ENDINGS:
+            return (
+                f"names with '.{ending}' are refused: a reader may run what the member holds; "
+                "store plain data"
+            )
+    return None
 
 
 def broken_meta(meta: Meta, geometry: Geometry, rig: Rig) -> Iterator[Broken]:
@@ -283,29 +279,24 @@ def broken_meta(meta: Meta, geometry: Geometry, rig: Rig) -> Iterator[Broken]:
     metadata names their model.
     """
     if meta.frame_idx >= meta.num_frames:
-        yield Broken(
-            META,
-            (
-                f"frame_idx is {meta.frame_idx} of {meta.num_frames} frames; allowed: 0 to "
-                "num_frames - 1"
-            ),
+        text = (
+            f"frame_idx is {meta.frame_idx} of {meta.num_frames} frames; allowed: 0 to "
+            "num_frames - 1"
         )
+        yield Broken(META, text)
     for channel in meta.cameras.keys() - set(rig.cameras):
-        yield Broken(
-            META,
-            f"it describes camera {channel!r:.40}, which the manifest does not have",
-        )
+        text = f"it describes camera {channel!r:.40}, which the manifest does not have"
+        yield Broken(META, text)
     valid = geometry.cam_valid.tolist()
     sizes = geometry.img_wh.tolist()
-    counts = (~np.isnan(geometry.dist)).sum(1).tolist()
+    is_coefficient = ~np.isnan(geometry.dist)
+    counts = is_coefficient.sum(1).tolist()
     for number, channel in enumerate(rig.cameras):
         camera = meta.cameras.get(channel)
         if camera is None:
             if valid[number]:
-                yield Broken(
-                    META,
-                    f"it does not describe camera '{channel}', which has an image",
-                )
+                text = f"it does not describe camera '{channel}', which has an image"
+                yield Broken(META, text)
             continue
         width, height = sizes[number]
         if valid[number] and (width, height) != (camera.width, camera.height):
@@ -323,7 +314,8 @@ def broken_meta(meta: Meta, geometry: Geometry, rig: Rig) -> Iterator[Broken]:
                 text = f"the dist_model of {channel} is {model!r:.40}; known: {models}"
                 yield Broken(META, text)
                 continue
-            limit = MODELS[model][1][-1]
+            _, num_coefficients = MODELS[model]
+            limit = num_coefficients[-1]
         if np.isnan(geometry.dist[number, :count]).any():
             text = f"dist of {channel} has NaN before a coefficient"
             yield Broken(GEOMETRY, f"{text}: NaN may only follow the last one")
@@ -357,9 +349,11 @@ def broken_calibration(geometry: Geometry) -> Iterator[str]:
     is_absent = geometry.cam_valid == 0
     may_lack = is_absent
     wh = geometry.img_wh
-    bad = ((wh < 1) | (wh > LARGEST_IMAGE)).any(1)
+    is_outside = (wh < 1) | (wh > LARGEST_IMAGE)
+    bad = is_outside.any(1)
     if bad.any():
-        bad &= ~(is_absent & ((wh == -1) | (wh == 0)).all(1))
+        is_unknown = ((wh == -1) | (wh == 0)).all(1)
+        bad &= ~(is_absent & is_unknown)
         yield from _first(
             bad,
             "img_wh",
@@ -367,11 +361,13 @@ def broken_calibration(geometry: Geometry) -> Iterator[str]:
             f"1 to {LARGEST_IMAGE}, or -1 where there is no image",
         )
     intrinsics = geometry.intrinsics
-    bad = ~((intrinsics >= _K_LOW) & (intrinsics <= _K_HIGH)).all((1, 2))
+    is_inside = (intrinsics >= _K_LOW) & (intrinsics <= _K_HIGH)
+    bad = ~is_inside.all((1, 2))
     if bad.any():
-        unknown = np.isnan(intrinsics).all((1, 2))
-        may_lack = is_absent | (unknown & np.isnan(geometry.cam2ego).all((1, 2)))
-        bad &= ~(may_lack & unknown)
+        is_unknown = np.isnan(intrinsics).all((1, 2))
+        has_no_place = np.isnan(geometry.cam2ego).all((1, 2))
+        may_lack = is_absent | (is_unknown & has_no_place)
+        bad &= ~(may_lack & is_unknown)
         yield from _first(bad, "intrinsics", intrinsics, _K_WORDS)
     # All of a pose is NaN where it may be unknown: that of a camera without a picture, without a
     # calibration, and that of a lidar without a sweep.
@@ -388,11 +384,13 @@ def broken_calibration(geometry: Geometry) -> Iterator[str]:
     first = 0
     for name in _POSES:
         poses = getattr(geometry, name).reshape(-1, 4, 4)
-        is_broken = ~is_rigid[first : first + len(poses)]
-        first += len(poses)
-        if is_broken.any():
+        end = first + len(poses)
+        bad = ~is_rigid[first:end]
+        first = end
+        if bad.any():
             is_unknown = may_be_nan[name] & np.isnan(poses).all((1, 2))
-            yield from _first(is_broken & ~is_unknown, name, poses, _POSE_WORDS)
+            bad &= ~is_unknown
+            yield from _first(bad, name, poses, _POSE_WORDS)
     for name in ("dist", "ego_velocity", "ego_accel", "ego_rates"):
         values: F64 = getattr(geometry, name)
         bad = np.abs(values) > LARGEST  # NaN is not: it means unknown
@@ -418,31 +416,38 @@ def _is_whole(geometry: Geometry) -> bool:
     )
     low, high = _whole_bounds(len(poses), len(geometry.img_wh))
     with np.errstate(all="ignore"):
-        parts = (
-            rotation @ rotation.transpose(0, 2, 1),
-            poses,
-            geometry.intrinsics,
-            geometry.img_wh,
+        square = rotation @ rotation.transpose(0, 2, 1)
+        determinants = np.linalg.det(rotation)
+    values = np.concatenate(
+        (
+            determinants,
+            square.ravel(),
+            poses.ravel(),
+            geometry.intrinsics.ravel(),
+            geometry.img_wh.ravel(),
         )
-        values = np.concatenate([np.linalg.det(rotation), *[part.ravel() for part in parts]])
-    return bool(((values >= low) & (values <= high)).all()) and not bool(
-        (np.abs(motion) > LARGEST).any()
     )
+    is_inside = (values >= low) & (values <= high)
+    is_fast = np.abs(motion) > LARGEST
+    return bool(is_inside.all()) and not bool(is_fast.any())
 
 
 @functools.lru_cache(maxsize=256)
 def _whole_bounds(num_poses: int, num_cameras: int) -> tuple[F64, F64]:
     """Return the lowest and the highest of the values that :func:`_is_whole` compares, float64."""
+    determinant = np.array((np.finfo(np.float64).tiny, np.inf))
+    square = np.array((_EYE - SKEW / 2, _EYE + SKEW / 2))  # rounding decides nothing then
     pose = np.full((2, 4, 4), LARGEST)
     pose[0] *= -1
     pose[:, 3] = _LAST_ROW
-    square = np.array((_EYE - SKEW / 2, _EYE + SKEW / 2))  # rounding decides nothing then
+    intrinsics = np.array((_K_LOW, _K_HIGH))
+    side = np.array((1, LARGEST_IMAGE))
     bounds = (
-        np.full((2, num_poses), [[np.finfo(np.float64).tiny], [np.inf]]),
+        np.tile(determinant.reshape(2, -1), num_poses),
         np.tile(square.reshape(2, -1), num_poses),
         np.tile(pose.reshape(2, -1), num_poses),
-        np.tile(np.array((_K_LOW, _K_HIGH)).reshape(2, -1), num_cameras),
-        np.full((2, 2 * num_cameras), [[1], [LARGEST_IMAGE]]),
+        np.tile(intrinsics.reshape(2, -1), num_cameras),
+        np.tile(side.reshape(2, -1), 2 * num_cameras),
     )
     low, high = np.concatenate(bounds, axis=1)
     return low, high
@@ -450,7 +455,8 @@ def _whole_bounds(num_poses: int, num_cameras: int) -> tuple[F64, F64]:
 
 def _poses(geometry: Geometry) -> F64:
     """Return all poses, (P, 4, 4), in the order of :data:`_POSES`."""
-    return np.concatenate([getattr(geometry, name).reshape(-1, 4, 4) for name in _POSES])
+    arrays = [getattr(geometry, name) for name in _POSES]
+    return np.concatenate([array.reshape(-1, 4, 4) for array in arrays])
 
 
 def are_rigid(poses: F64) -> Mask:
@@ -459,12 +465,15 @@ def are_rigid(poses: F64) -> Mask:
     """
     with np.errstate(all="ignore"):  # NaN and infinity compare as they should: to False
         rotation = poses[:, :3, :3]
-        skew = np.abs(rotation @ rotation.transpose(0, 2, 1) - _EYE).max((1, 2))
+        translation = poses[:, :3, 3]
+        last_row = poses[:, 3]
+        square = rotation @ rotation.transpose(0, 2, 1)
+        skew = np.abs(square - _EYE).max((1, 2))
         return np.asarray(
             (skew <= SKEW)
             & (np.linalg.det(rotation) > 0)
-            & (np.abs(poses[:, :3, 3]) <= LARGEST).all(1)
-            & (poses[:, 3] == _LAST_ROW).all(1)
+            & (np.abs(translation) <= LARGEST).all(1)
+            & (last_row == _LAST_ROW).all(1)
         )
 
 
@@ -475,52 +484,45 @@ def broken_boxes(boxes: Boxes, rig: Rig) -> Iterator[str]:
         length = np.sqrt(np.einsum("mi,mi->m", quaternion, quaternion))
     if _are_whole(boxes, length, rig):
         return
-    visibility = boxes.visibility
-    box_words = f"x y z within {LARGEST_BOX:g} m, sizes from 1e-06 to {LARGEST_BOX:g} m, yaw from -7 to 7 rad, all finite"  # noqa: E501
-    for bad, name, words in (
-        (
-            ~((boxes.boxes3d >= _BOX_LOW) & (boxes.boxes3d <= _BOX_HIGH)),
-            "boxes3d",
-            box_words,
+    last_class = rig.num_classes - 1
+    last_attribute = rig.num_attributes - 1
+    bad_masks = {
+        "boxes3d": ~((boxes.boxes3d >= _BOX_LOW) & (boxes.boxes3d <= _BOX_HIGH)),
+        "rotation_wxyz": ~(np.abs(length - 1) <= SKEW),
+        "velocity": np.abs(boxes.velocity) > LARGEST,
+        "label": _outside(boxes.label, last_class),
+        "visibility": _outside(boxes.visibility, 4) | (boxes.visibility == 0),
+        "attribute": _outside(boxes.attribute, last_attribute),
+        "num_lidar_pts": boxes.num_lidar_pts < -1,
+        "num_radar_pts": boxes.num_radar_pts < -1,
+        "valid": boxes.valid > 1,
+    }
+    words = {
+        "boxes3d": (
+            f"x y z within {LARGEST_BOX:g} m, sizes from 1e-06 to {LARGEST_BOX:g} m, "
+            "yaw from -7 to 7 rad, all finite"
         ),
-        (
-            ~(np.abs(length - 1) <= SKEW),
-            "rotation_wxyz",
-            "quaternions of length 1",
-        ),
-        (
-            np.abs(boxes.velocity) > LARGEST,
-            "velocity",
-            f"{_BOUND_WORDS}, or NaN where it is unknown",
-        ),
-        (
-            _outside(boxes.label, rig.num_classes - 1),
-            "label",
-            f"-1 to {rig.num_classes - 1}, as the manifest's classes",
-        ),
-        (
-            _outside(visibility, 4) | (visibility == 0),
-            "visibility",
-            "-1 (unknown) or 1 to 4",
-        ),
-        (
-            _outside(boxes.attribute, rig.num_attributes - 1),
-            "attribute",
-            f"-1 to {rig.num_attributes - 1}, as the manifest's attributes",
-        ),
-        (boxes.num_lidar_pts < -1, "num_lidar_pts", "-1 (unknown) or more"),
-        (boxes.num_radar_pts < -1, "num_radar_pts", "-1 (unknown) or more"),
-        (boxes.valid > 1, "valid", "0 or 1"),
-    ):
+        "rotation_wxyz": "quaternions of length 1",
+        "velocity": f"{_BOUND_WORDS}, or NaN where it is unknown",
+        "label": f"-1 to {last_class}, as the manifest's classes",
+        "visibility": "-1 (unknown) or 1 to 4",
+        "attribute": f"-1 to {last_attribute}, as the manifest's attributes",
+        "num_lidar_pts": "-1 (unknown) or more",
+        "num_radar_pts": "-1 (unknown) or more",
+        "valid": "0 or 1",
+    }
+    for name, bad in bad_masks.items():
         if bad.any():
-            yield from _first(bad, name, getattr(boxes, name), words)
+            yield from _first(bad, name, getattr(boxes, name), words[name])
 
 
 def _are_whole(boxes: Boxes, length: F32, rig: Rig) -> bool:
     """Return whether boxes break no rule, in few calls; ``length`` are those of their
     quaternions.
     """
-    integers = (
+    rows = (
+        *boxes.boxes3d.T,
+        length,
         boxes.label,
         boxes.visibility,
         boxes.attribute,
@@ -528,13 +530,13 @@ def _are_whole(boxes: Boxes, length: F32, rig: Rig) -> bool:
         boxes.num_radar_pts,
         boxes.valid,
     )
-    values = np.array((*boxes.boxes3d.T, length, *integers), np.float64)
+    values = np.array(rows, np.float64)
     low, high = _box_bounds(rig.num_classes, rig.num_attributes)
-    return bool(
-        ((values >= low) & (values <= high)).all()
-        and boxes.visibility.all()
-        and not (np.abs(boxes.velocity) > LARGEST).any()
-    )
+    is_inside = (values >= low) & (values <= high)
+    if not is_inside.all() or not boxes.visibility.all():
+        return False
+    is_fast = np.abs(boxes.velocity) > LARGEST
+    return not is_fast.any()
 
 
 @functools.lru_cache(maxsize=64)
@@ -542,18 +544,19 @@ def _box_bounds(num_classes: int, num_attributes: int) -> tuple[F64, F64]:
     """Return the lowest and the highest of the values that :func:`_are_whole` compares, float64
     (14, 1).
     """
-    low = (*_BOX_LOW, 1 - SKEW / 2, -1, -1, -1, -1, -1, 0)
-    high = (
-        *_BOX_HIGH,
-        1 + SKEW / 2,
-        num_classes - 1,
-        4,
-        num_attributes - 1,
-        np.inf,
-        np.inf,
-        1,
-    )
-    return np.array(low)[:, None], np.array(high)[:, None]
+    bounds = {
+        "length": (1 - SKEW / 2, 1 + SKEW / 2),
+        "label": (-1, num_classes - 1),
+        "visibility": (-1, 4),
+        "attribute": (-1, num_attributes - 1),
+        "num_lidar_pts": (-1, np.inf),
+        "num_radar_pts": (-1, np.inf),
+        "valid": (0, 1),
+    }
+    low, high = np.array(list(bounds.values())).T
+    all_low = np.concatenate((_BOX_LOW, low))
+    all_high = np.concatenate((_BOX_HIGH, high))
+    return all_low[:, None], all_high[:, None]
 
 
 def _outside(numbers: NDArray[Any], last: int) -> Mask:
@@ -596,5 +599,9 @@ def _first(
 
 
 def _value_text(value: object) -> str:
-    text = str(value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value)
-    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+    if isinstance(value, (np.ndarray, np.generic)):
+        value = value.tolist()
+    text = str(value)
+    if len(text) > _MAX_SHOWN:
+        return f"{text[:_MAX_SHOWN]}..."
+    return text

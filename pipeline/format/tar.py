@@ -139,8 +139,8 @@ def _ustar_block(
     # typeflag 1, linkname 100, magic 6, version 2, uname 32, gname 32, devmajor 8, devminor 8,
     # prefix 155, padding 12.
     digits = b"%011o\0" % size
-    back, rest = _after_checksum(typeflag, devices)
-    checksum = rest + sum(name) + sum(digits)
+    end, constant_sum = _after_checksum(typeflag, devices)
+    checksum = constant_sum + sum(name) + sum(digits)
     return b"".join(
         (
             name.ljust(100, b"\0"),
@@ -148,7 +148,7 @@ def _ustar_block(
             digits,
             _MTIME,
             b"%06o\0 " % checksum,
-            back,
+            end,
         )
     )
 
@@ -172,18 +172,25 @@ def are_members(
     begin = len(front) - BLOCK_BYTES
     end = _FRONT_BYTES - BLOCK_BYTES
     headers = b"".join([view[offset + begin : offset + end] for offset in offsets])
-    return headers == _fronts(fields, len(front)) % tuple(sizes) and (
-        not offsets or view[offsets[0] - BLOCK_BYTES : offsets[0] + begin] == front
-    )
+    expected = _fronts(fields, len(front)) % tuple(sizes)
+    if headers != expected:
+        return False
+    if not offsets:
+        return True
+    first = offsets[0]
+    return view[first - BLOCK_BYTES : first + begin] == front
 
 
 @functools.lru_cache(maxsize=1024)
 def _fronts(fields: tuple[str, ...], key_bytes: int) -> bytes:
     """Return what follows the key in the headers of these fields, up to the sizes."""
     room = _USTAR_NAME_BYTES - key_bytes
-    names = [b"." + field.encode("ascii", "replace") for field in fields]
-    names = [name[:room].ljust(room, b"\0").replace(b"%", b"%%") for name in names]
-    return b"".join([name + _MODE_UID_GID + b"%011o\0" for name in names])
+    fronts = []
+    for field in fields:
+        name = b"." + field.encode("ascii", "replace")
+        padded_name = name[:room].ljust(room, b"\0")
+        fronts.append(padded_name.replace(b"%", b"%%") + _MODE_UID_GID + b"%011o\0")
+    return b"".join(fronts)
 
 
 @functools.cache
@@ -191,8 +198,22 @@ def _after_checksum(typeflag: bytes, devices: bytes) -> tuple[bytes, int]:
     """Return what follows the checksum in a header, and the checksum's part that is independent
     of name and size.
     """
-    back = typeflag + bytes(100) + b"ustar\x00" + b"00" + bytes(64) + devices + bytes(167)
-    return back, sum(_MODE_UID_GID) + sum(_MTIME) + 8 * ord(" ") + sum(back)
+    link_name = bytes(100)
+    owner_names = bytes(64)
+    prefix_and_padding = bytes(167)
+    end = b"".join(
+        (
+            typeflag,
+            link_name,
+            b"ustar\x00",
+            b"00",
+            owner_names,
+            devices,
+            prefix_and_padding,
+        )
+    )
+    blank_checksum = 8 * ord(" ")
+    return end, sum(_MODE_UID_GID) + sum(_MTIME) + blank_checksum + sum(end)
 
 
 def pack_sample(key: str, members: Sequence[StoredMember]) -> PackedSpan:
@@ -220,7 +241,12 @@ def pack_sample(key: str, members: Sequence[StoredMember]) -> PackedSpan:
     return PackedSpan(pieces, offsets, position)
 
 
-def iter_members(data: Buffer, *, shard: str, closed: bool = True) -> Iterator[FoundMember]:
+def iter_members(
+    data: Buffer,
+    *,
+    shard: str,
+    closed: bool = True,
+) -> Iterator[FoundMember]:
     """Yield the members of a whole normalised tar held in ``data``, strictly; not ``closed``: of a
     span alone.
 
@@ -268,11 +294,20 @@ def iter_members(data: Buffer, *, shard: str, closed: bool = True) -> Iterator[F
                 shard=shard,
                 offset=end,
             )
-        yield FoundMember(name, header_offset, position, size)
+        yield FoundMember(
+            name=name,
+            header_offset=header_offset,
+            offset=position,
+            length=size,
+        )
         position = padded
 
 
-def _read_header(view: memoryview, position: int, shard: str) -> tuple[str | None, int, int]:
+def _read_header(
+    view: memoryview,
+    position: int,
+    shard: str,
+) -> tuple[str | None, int, int]:
     """Name, size and data offset of the member whose header starts at ``position``; name None at
     the end's zeros.
     """

@@ -137,7 +137,13 @@ def decode_frame(
 
 def open_span(row: IndexRow, stored: Buffer, shard: str) -> bytes:
     """Decode the span of an index row from its frame; raise FrameError."""
-    return decode_frame(stored, span_bytes(row), shard=shard, offset=row.offset, key=row.key)
+    return decode_frame(
+        stored,
+        span_bytes(row),
+        shard=shard,
+        offset=row.offset,
+        key=row.key,
+    )
 
 
 def read_head(

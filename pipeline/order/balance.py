@@ -61,7 +61,9 @@ def deal(costs: I64, num_groups: int) -> I64:
     their order; see `groups_of`.
     """
     bounds = np.arange(num_groups + 1) * len(costs) // num_groups
-    return np.argsort(groups_of(costs, np.diff(bounds).tolist()), kind="stable")
+    sizes = np.diff(bounds).tolist()
+    groups = groups_of(costs, sizes)
+    return np.argsort(groups, kind="stable")
 
 
 class BalancedOrder(RegroupedOrder):
@@ -165,9 +167,9 @@ def rank_positions(
         return batching.positions(step), batching.valid(step)
     running = batching.running(step)
     positions = running % batching.epoch_length
-    rows = deal(
-        order.position_costs(in_order, positions),
-        batching.world.size * order.balance.micro_batches,
-    )
+    costs = order.position_costs(in_order, positions)
+    num_groups = batching.world.size * order.balance.micro_batches
+    rows = deal(costs, num_groups)
     rank_rows = rows[batching.rows.start : batching.rows.stop]
-    return positions[rank_rows], running[rank_rows] < batching.epoch_length
+    valid = running[rank_rows] < batching.epoch_length
+    return positions[rank_rows], valid

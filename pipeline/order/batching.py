@@ -120,10 +120,9 @@ class Batching:
 
     def rows_of(self, ranks: range) -> range:
         """Return the rows of each global batch that some ranks in a row have together."""
-        first, stop = [
-            rank * self.global_batch // self.world.size for rank in (ranks.start, ranks.stop)
-        ]
-        return range(first, stop)
+        first = ranks.start * self.global_batch // self.world.size
+        end = ranks.stop * self.global_batch // self.world.size
+        return range(first, end)
 
     @property
     def rank_batch(self) -> int:
@@ -163,15 +162,16 @@ class Batching:
 
         Raises WorldError where none of `MAX_EMPTY_EPOCHS` epochs has one.
         """
-        for candidate in range(epoch, epoch + MAX_EMPTY_EPOCHS):
+        min_length = self.global_batch if self.drop_last else 1
+        last = epoch + MAX_EMPTY_EPOCHS - 1
+        for candidate in range(epoch, last + 1):
             batches = self.of_epoch(candidate)
-            if batches.epoch_length >= (self.global_batch if self.drop_last else 1):
+            if batches.epoch_length >= min_length:
                 return candidate
         remedy = "use a smaller one, or drop_last=False" if self.drop_last else "leave out fewer"
         raise WorldError(
-            f"none of the epochs {epoch} .. {epoch + MAX_EMPTY_EPOCHS - 1} has a full "
-            f"global batch of {self.global_batch} {self.unit}, the last one has "
-            f"{batches.epoch_length}; {remedy}"
+            f"none of the epochs {epoch} .. {last} has a full global batch of "
+            f"{self.global_batch} {self.unit}, the last one has {batches.epoch_length}; {remedy}"
         )
 
     def positions(self, step: int) -> I64:
@@ -203,8 +203,8 @@ class Batching:
     def _range(self, step: int, first: int, size: int) -> I64:
         if not 0 <= step < self.num_steps:
             raise WorldError(f"step {step} is outside the {self.num_steps} steps left in the epoch")
-        first += self.start + step * self.global_batch
-        return np.arange(first, first + size, dtype=np.int64)
+        start = self.start + step * self.global_batch + first
+        return np.arange(start, start + size, dtype=np.int64)
 
     def consumed(self, num_steps: int) -> int:
         """Return how many samples of the epoch all ranks have consumed after ``num_steps`` steps.
@@ -214,7 +214,8 @@ class Batching:
         """
         if not 0 <= num_steps <= self.num_steps:
             raise WorldError(f"{num_steps} steps done of the {self.num_steps} left in the epoch")
-        return min(self.start + num_steps * self.global_batch, self.epoch_length)
+        end = self.start + num_steps * self.global_batch
+        return min(end, self.epoch_length)
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +245,8 @@ class Cursor:
         epoch is over (:meth:`rolled`). Raises WorldError where more samples were consumed than the
         epoch has.
         """
-        return replace(batching.of_epoch(self.epoch), start=self.samples_consumed)
+        epoch_batches = batching.of_epoch(self.epoch)
+        return replace(epoch_batches, start=self.samples_consumed)
 
     def rolled(self, batching: Batching) -> Cursor:
         """Return itself, or the beginning of the next epoch with a step where its own has none
@@ -319,14 +321,15 @@ class Walk:
                     return epoch, steps[k]
                 k -= len(steps)
             raise self._make_no_step_error(epoch)
-        first = self.share.steps(self.rest)
+        first_steps = self.share.steps(self.rest)
+        if k < len(first_steps):
+            return self.start.epoch, first_steps[k]
+        second_epoch = self.start.epoch + 1
         epoch_steps = self.share.steps(self.batching)
-        if k < len(first):
-            return self.start.epoch, first[k]
         if not epoch_steps:
-            raise self._make_no_step_error(self.start.epoch + 1)
-        epochs, step = divmod(k - len(first), len(epoch_steps))
-        return self.start.epoch + 1 + epochs, epoch_steps[step]
+            raise self._make_no_step_error(second_epoch)
+        num_epochs, number = divmod(k - len(first_steps), len(epoch_steps))
+        return second_epoch + num_epochs, epoch_steps[number]
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         """Yield the place of each step made here; endless, or empty where the share has no step."""
@@ -371,12 +374,14 @@ class Walk:
             return sum(self.batches(earlier).num_steps for earlier in range(first, epoch))
         if epoch <= first:
             return 0
-        return self.rest.num_steps + (epoch - first - 1) * self.batching.num_steps
+        num_whole_epochs = epoch - first - 1
+        return self.rest.num_steps + num_whole_epochs * self.batching.num_steps
 
     def cursor(self, k: int) -> Cursor:
         """Return the position before the k-th step of this walk."""
         epoch, step = self.place(k)
-        return Cursor(epoch, self.batches(epoch).consumed(step))
+        batches = self.batches(epoch)
+        return Cursor(epoch, batches.consumed(step))
 
     def after(self, num_steps: int) -> Cursor:
         """Return the cursor after this number of steps made here and by each other share, in the
@@ -385,25 +390,29 @@ class Walk:
         num_all = min(num_steps * self.share.stride, self.rest.num_steps)
         return Cursor(self.start.epoch, self.rest.consumed(num_all))
 
-    def positions(self, first: int, num_steps: int, ranks: range) -> Iterator[tuple[int, I64]]:
+    def positions(
+        self,
+        first: int,
+        num_steps: int,
+        ranks: range,
+    ) -> Iterator[tuple[int, I64]]:
         """Yield, epoch by epoch, the positions of ``ranks`` in the steps made here from the
         ``first`` on.
 
         Step by step, and rank by rank in each: int64 (steps * their rows,). Padding included.
         """
-        in_step = np.array(self.batching.rows_of(ranks))
+        rows = np.array(self.batching.rows_of(ranks))
+        stride = self.share.stride
         while num_steps > 0:
             epoch, step = self.place(first)
             batches = self.batches(epoch)
-            end = min(step + num_steps * self.share.stride, batches.num_steps)
-            steps = np.arange(step, end, self.share.stride, dtype=np.int64)
+            end = min(step + num_steps * stride, batches.num_steps)
+            steps = np.arange(step, end, stride, dtype=np.int64)
             starts = batches.start + steps * batches.global_batch
-            yield (
-                epoch,
-                (starts[:, None] + in_step).reshape(-1) % batches.epoch_length,
-            )
-            first = first + len(steps)
-            num_steps = num_steps - len(steps)
+            running = starts[:, None] + rows
+            yield epoch, running.reshape(-1) % batches.epoch_length
+            first += len(steps)
+            num_steps -= len(steps)
 
 
 def _integers(record: object, *names: str) -> None:

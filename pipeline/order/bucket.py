@@ -61,10 +61,8 @@ class Bucket(Settings, frozen=True):
 
     def __post_init__(self) -> None:
         check_types(self, OrderError)
-        if (
-            any(low >= high for low, high in pairwise((-1, *self.bounds)))
-            or len(self.bounds) > MAX_BUCKETS
-        ):
+        is_ascending = all(low < high for low, high in pairwise((-1, *self.bounds)))
+        if not is_ascending or len(self.bounds) > MAX_BUCKETS:
             raise OrderError(
                 f"a bucket's bounds ascend from 0 or more, at most {MAX_BUCKETS}, got {self.bounds}"
             )
@@ -94,27 +92,34 @@ class BucketedOrder(WindowedOrder):
             )
         bounds = np.array(bucket.bounds, np.int64)
         if not bucket.bounds:
-            values = np.unique(
-                np.concatenate([np.unique(values_of_part) for values_of_part in costs])
-            )
+            values_of_parts = [np.unique(part_costs) for part_costs in costs]
+            values = np.unique(np.concatenate(values_of_parts))
             bounds = values[values >= 0]
         if len(bounds) > MAX_BUCKETS:
             raise OrderError(
                 f"{bucket.by} has {len(bounds)} values, and {MAX_BUCKETS} buckets are "
                 "allowed: set bounds"
             )
-        super().__init__(base, costs, bucket.window, seed=seed, num_kept=len(bounds))
+        super().__init__(
+            base,
+            costs,
+            window=bucket.window,
+            seed=seed,
+            num_kept=len(bounds),
+        )
         self.bucket = bucket
         self.global_batch = global_batch
         self.num_buckets = len(bounds)
-        self._numbers = tuple(
-            np.searchsorted(bounds, values_of_part).astype(np.uint16) for values_of_part in costs
-        )
+        self._buckets = []
+        for part_costs in costs:
+            buckets = np.searchsorted(bounds, part_costs)
+            self._buckets.append(buckets.astype(np.uint16))
         self.identity["global_batch"] = global_batch
 
     def positions_of(self, totals: I64) -> int:
         """Return the number of positions: whole batches, given the samples in each bucket."""
-        return int((-(-totals // self.global_batch)).sum()) * self.global_batch
+        num_batches = -(-totals // self.global_batch)
+        return int(num_batches.sum()) * self.global_batch
 
     def count(self, groups: I64, num_groups: int) -> I64:
         """Return the number of samples in each bucket."""
@@ -124,7 +129,8 @@ class BucketedOrder(WindowedOrder):
         """Return the bucket of each entry, counted in the order of the bounds, or values, and
         how many there are.
         """
-        return costs_of(self._numbers, entries), self.num_buckets
+        buckets = costs_of(self._buckets, entries)
+        return buckets, self.num_buckets
 
     def epoch(self, epoch: int, /) -> BucketedEpoch:
         """Return one epoch; raise OrderError for an epoch out of range."""
@@ -152,17 +158,27 @@ class BucketedEpoch(RegroupedEpoch):
 
         Not valid: a sample that fills up its bucket's last batch.
         """
-        numbers, rows = np.divmod(as_positions(positions, len(self)), self._size)
-        parts, samples, buckets = np.empty((3, *numbers.shape), np.int64)
-        valid = np.empty(numbers.shape, bool)
+        places = as_positions(positions, len(self))
+        numbers, batch_rows = np.divmod(places, self._size)
+        parts = np.empty_like(places)
+        samples = np.empty_like(places)
+        buckets = np.empty_like(places)
+        valid = np.empty(places.shape, bool)
         for number in np.unique(numbers).tolist():
             mask = numbers == number
-            buckets[mask], batch = self._batch(number)
-            index = rows[mask] % len(batch.samples)
+            bucket, batch = self._batch(number)
+            buckets[mask] = bucket
+            rows = batch_rows[mask]
+            index = rows % len(batch.samples)
             parts[mask] = batch.parts[index]
             samples[mask] = batch.samples[index]
-            valid[mask] = batch.valid[index] & (index == rows[mask])
-        return Entries(parts, samples, valid, {"bucket": buckets})
+            valid[mask] = batch.valid[index] & (index == rows)
+        return Entries(
+            parts,
+            samples,
+            valid,
+            flags={"bucket": buckets},
+        )
 
     def find(self, _samples: ArrayLike, _part: int = 0, /) -> Occurrences:
         """Raise OrderError: it is for runs with a ledger, which refuses buckets."""
@@ -171,20 +187,19 @@ class BucketedEpoch(RegroupedEpoch):
     def _make(self, batch: int) -> tuple[int, Entries]:
         """Return the bucket of a batch, and its samples."""
         window, number = self._locate(batch)
-        ends = np.cumsum(self._batches[window + 1] - self._batches[window])
+        batches_before = self._batches[window + 1]
+        ends = np.cumsum(batches_before - self._batches[window])
         bucket = int(np.searchsorted(ends, number, side="right"))
-        first = (int(self._batches[window + 1, bucket] - ends[bucket]) + number) * self._size
+        number_in_bucket = int(batches_before[bucket] - ends[bucket]) + number
+        # The batch's places among the samples of its bucket.
         before = self._before[:, bucket]
-        # Of the bucket's samples.
-        places = np.arange(first, min(first + self._size, int(before[-1])))
+        start = number_in_bucket * self._size
+        end = min(start + self._size, int(before[-1]))
+        places = np.arange(start, end)
         windows = np.searchsorted(before, places, side="right") - 1
         pieces = []
         for window_number in np.unique(windows).tolist():
             members, bounds = self._members(window_number)
-            pieces.append(
-                (
-                    members,
-                    bounds[bucket] + places[windows == window_number] - before[window_number],
-                )
-            )
+            places_in_window = places[windows == window_number] - before[window_number]
+            pieces.append((members, bounds[bucket] + places_in_window))
         return bucket, joined(pieces)

@@ -52,7 +52,7 @@ from fuelrail.pipeline.order.without import ThinnedOrder
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from fuelrail.pipeline.dtypes import I64
+    from fuelrail.pipeline.dtypes import I64, Mask
     from fuelrail.pipeline.format.attributes import ClipTable
     from fuelrail.pipeline.format.dataset import Dataset
     from fuelrail.pipeline.format.layers import Layer
@@ -91,25 +91,37 @@ def compile_order(
     if not num_samples:
         raise OrderError(f"split {split!r} of dataset '{dataset.root}' has no samples")
     if clips is None and needs_clips(spec, window):
-        clips = ClipTable.of_split(dataset, split, times=isinstance(window, TimeWindow))
+        has_times = isinstance(window, TimeWindow)
+        clips = ClipTable.of_split(dataset, split, times=has_times)
+    attributes = JoinedAttributes(dataset, split, layers) if layers else Attributes(dataset, split)
+    shard_lengths = [num_samples]
+    if spec.kind == "windowed":
+        shard_lengths = split_lengths(dataset, split)
+    layer_samples = []
+    for layer in layers:
+        if layer.missing == "mask" or layer.is_complete:
+            continue
+        samples = LayerSamples(
+            name=layer.name,
+            location=layer.data.location,
+            samples=present_samples(layer, dataset, split),
+            is_required=layer.missing == "error",
+        )
+        layer_samples.append(samples)
     inputs = read_inputs(
         spec,
-        JoinedAttributes(dataset, split, layers) if layers else Attributes(dataset, split),
-        split_lengths(dataset, split) if spec.kind == "windowed" else [num_samples],
+        attributes,
+        shard_lengths,
         clips=clips,
-        layers=[
-            LayerSamples(
-                name=layer.name,
-                location=layer.data.location,
-                samples=present_samples(layer, dataset, split),
-                is_required=layer.missing == "error",
-            )
-            for layer in layers
-            if layer.missing != "mask" and not layer.is_complete
-        ],
+        layers=layer_samples,
         unknown=unknown,
     )
-    return compile_inputs(spec, inputs, global_batch=global_batch, window=window)
+    return compile_inputs(
+        spec,
+        inputs,
+        global_batch=global_batch,
+        window=window,
+    )
 
 
 def split_lengths(dataset: Dataset, split: str) -> list[int]:
@@ -117,9 +129,9 @@ def split_lengths(dataset: Dataset, split: str) -> list[int]:
     without samples.
     """
     entry = dataset.split(split)
-    lengths: list[int] = dataset.shards.split_lengths(
-        entry.first_shard, entry.first_shard + entry.num_shards
-    ).tolist()
+    end_shard = entry.first_shard + entry.num_shards
+    shard_lengths = dataset.shards.split_lengths(entry.first_shard, end_shard)
+    lengths: list[int] = shard_lengths.tolist()
     return lengths
 
 
@@ -138,8 +150,19 @@ def compile_table(
 
     ``clips`` is needed with lanes and with ``window`` (`needs_clips`).
     """
-    inputs = read_inputs(spec, attributes, shard_lengths, clips=clips, unknown=unknown)
-    return compile_inputs(spec, inputs, global_batch=global_batch, window=window)
+    inputs = read_inputs(
+        spec,
+        attributes,
+        shard_lengths,
+        clips=clips,
+        unknown=unknown,
+    )
+    return compile_inputs(
+        spec,
+        inputs,
+        global_batch=global_batch,
+        window=window,
+    )
 
 
 def needs_clips(spec: OrderSpec, window: Window | None) -> bool:
@@ -162,26 +185,39 @@ def compile_inputs(
         assert inputs.columns is not None
         table = inputs.columns if rows is None else inputs.columns.take(rows)
         is_by_value = spec.bucket is not None and not spec.bucket.bounds
-        selected_costs = {
-            use: compute_costs(cost, table, texts=is_by_value and use == "bucket")
-            for use, cost in spec.costs.items()
-        }
+        selected_costs = {}
+        for use, cost in spec.costs.items():
+            takes_texts = is_by_value and use == "bucket"
+            selected_costs[use] = compute_costs(cost, table, texts=takes_texts)
         costs = spread_costs(spec, inputs, rows, selected_costs)
-    _identify(order, spec, inputs, rows=rows, costs=costs)
+    _identify(
+        order,
+        spec,
+        inputs,
+        rows=rows,
+        costs=costs,
+    )
     hidden = []
     named: Rows = np.zeros(0, np.int64)
     for hidden_rows in inputs.without:
         if window is not None and window.pad == "drop" and inputs.clips is not None:
             # With them go the selected samples whose windows show one.
             named = np.union1d(named, hidden_rows)
-            clips_left = inputs.clips.without(named)
-            is_present = window_lookup(clips_left, window)(clips_left.samples).present
-            lacking = clips_left.samples[~is_present.all(axis=1)]
+            clips = inputs.clips.without(named)
+            lookup = window_lookup(clips, window)
+            is_present = lookup(clips.samples).present
+            lacking = clips.samples[~is_present.all(axis=1)]
             if rows is not None:
                 lacking = np.intersect1d(lacking, rows)
             hidden_rows = np.union1d(hidden_rows, lacking)
         hidden.append((hidden_rows,))
-    return regroup(order, spec, costs=costs, global_batch=global_batch, hidden=hidden)
+    return regroup(
+        order,
+        spec,
+        costs=costs,
+        global_batch=global_batch,
+        hidden=hidden,
+    )
 
 
 def spread_costs(
@@ -195,34 +231,51 @@ def spread_costs(
 
     Raises OrderError for a sample that fits no pack and no bucket.
     """
-    refusals = []
+
+    def refuse(costs: I64, is_refused: Mask, reason: str, fix: str) -> None:
+        if not is_refused.any():
+            return
+        first = int(is_refused.argmax())
+        sample = first if rows is None else int(rows[first])
+        num_others = np.count_nonzero(is_refused) - 1
+        raise OrderError(
+            f"{inputs.name_sample(sample)} costs {costs[first]}, {reason}; so do {num_others} "
+            f"others of {len(costs)}: take {fix}, or leave them out by a filter"
+        )
+
     if spec.pack is not None:
         costs = selected_costs["pack"]
-        limit = MAX_COST if spec.pack.truncate else spec.pack.budget
-        reason = f"above the budget of {spec.pack.budget}"
-        refusals.append((costs, costs > limit, reason, "truncate=True, a larger budget"))
-        reason = "and a pack could hold any number of those"
-        refusals.append((costs, costs < 1, reason, "a Cost with a constant of 1 or more"))
-        selected_costs["pack"] = np.minimum(costs, spec.pack.budget)
+        budget = spec.pack.budget
+        limit = MAX_COST if spec.pack.truncate else budget
+        refuse(
+            costs,
+            costs > limit,
+            reason=f"above the budget of {budget}",
+            fix="truncate=True, a larger budget",
+        )
+        refuse(
+            costs,
+            costs < 1,
+            reason="and a pack could hold any number of those",
+            fix="a Cost with a constant of 1 or more",
+        )
+        selected_costs["pack"] = np.minimum(costs, budget)
     if spec.bucket is not None and spec.bucket.bounds:
         costs = selected_costs["bucket"]
-        reason = f"above the last bound of {spec.bucket.bounds[-1]}"
-        refusals.append((costs, costs > spec.bucket.bounds[-1], reason, "another bound"))
-    for costs, is_refused, reason, fix in refusals:
-        if is_refused.any():
-            first = int(is_refused.argmax())
-            sample = first if rows is None else int(rows[first])
-            raise OrderError(
-                f"{inputs.name_sample(sample)} costs {costs[first]}, {reason}; so do "
-                f"{np.count_nonzero(is_refused) - 1} others of {len(costs)}: take {fix}, or "
-                "leave them out by a filter"
-            )
+        last_bound = spec.bucket.bounds[-1]
+        refuse(
+            costs,
+            costs > last_bound,
+            reason=f"above the last bound of {last_bound}",
+            fix="another bound",
+        )
     arrays: dict[str, tuple[NDArray[np.integer], ...]] = {}
     for use, costs in selected_costs.items():
-        small = np.int64 if costs.max(initial=0) > np.iinfo(np.int32).max else np.int32
-        array: NDArray[np.integer] = costs.astype(small)
+        largest = costs.max(initial=0)
+        dtype = np.int32 if largest <= np.iinfo(np.int32).max else np.int64
+        array: NDArray[np.integer] = costs.astype(dtype)
         if rows is not None:
-            array = np.full(inputs.num_samples, -1, small)
+            array = np.full(inputs.num_samples, -1, dtype)
             array[rows] = costs
         arrays[use] = (array,)
     return OrderCosts(**arrays)
@@ -242,15 +295,14 @@ def select_samples(
         selectors.append((f"filter {spec.filter!r}", inputs.filters[spec.filter]))
     if inputs.subset is not None:
         selectors.append((f"subset '{spec.subset}'", inputs.subset))
-    selectors += [
-        (f"layer '{layer.name}' with missing='drop'", layer.samples)
-        for layer in inputs.layers
-        if not layer.is_required
-    ]
+    for layer in inputs.layers:
+        if not layer.is_required:
+            text = f"layer '{layer.name}' with missing='drop'"
+            selectors.append((text, layer.samples))
     if window is not None and window.pad == "drop":
         assert inputs.clips is not None
-        complete = np.flatnonzero(window_lookup(inputs.clips, window).complete())
-        selectors.append((f"{window}", complete))
+        is_complete = window_lookup(inputs.clips, window).complete()
+        selectors.append((f"{window}", np.flatnonzero(is_complete)))
     rows = _intersect(selectors)
     for layer in inputs.layers:
         selected = np.arange(inputs.num_samples) if rows is None else rows
@@ -273,7 +325,9 @@ def _intersect(selectors: Sequence[tuple[str, Rows]]) -> Rows | None:
     """
     rows = None
     for selector, samples in selectors:
-        common = samples if rows is None else np.intersect1d(rows, samples, assume_unique=True)
+        common = samples
+        if rows is not None:
+            common = np.intersect1d(rows, samples, assume_unique=True)
         if not common.size:
             text = f"{selector} selects no sample"
             if rows is not None and samples.size:
@@ -294,7 +348,8 @@ def arrange(
     """Return the order of the selected ``rows`` (None: all): in lanes, in stages, mixed, weighted
     or plain. Its identity has what the arrangement adds to that of the specification.
     """
-    if spec.epoch_length is not None and not spec.weights and spec.mix is None and not spec.stages:
+    has_free_length = spec.weights or spec.mix is not None or spec.stages
+    if spec.epoch_length is not None and not has_free_length:
         raise OrderError(f"epoch_length={spec.epoch_length} requires weights, a mix or stages")
     if spec.stages:
         return _arrange_stages(spec, inputs, rows)
@@ -323,9 +378,12 @@ def arrange(
     )
     if spec.mix is None:
         sampling = parts[0].sampling
+        identity = {}
+        if sampling is not None:
+            identity["weighted"] = sampling.description
         return CompiledOrder(
             spec,
-            {} if sampling is None else {"weighted": sampling.description},
+            identity,
             inputs.shard_lengths,
             selected=rows,
             sampling=sampling,
@@ -336,8 +394,9 @@ def arrange(
         text = _describe_rows(part.rows)
         if part.sampling is not None:
             text += f", {part.sampling.description}"
+        seed = derive_seed("order mix part", spec.seed, number)
         order = CompiledOrder(
-            msgspec.structs.replace(spec, seed=derive_seed("order mix part", spec.seed, number)),
+            msgspec.structs.replace(spec, seed=seed),
             {value: text},
             inputs.shard_lengths,
             selected=part.rows,
@@ -365,9 +424,13 @@ def _identify(
     """Put what a saved position depends on in front of what the identity of an order has: the
     specification, digests of the costs and of the selected ``rows``.
     """
+    identity: dict[str, Any] = {
+        "version": ORDER_VERSION,
+        "kind": spec.kind or "shuffled",
+    }
     # A field that has its default is not named, so that new fields keep a state valid.
     defaults = plain(OrderSpec())
-    identity: dict[str, Any] = {"version": ORDER_VERSION, "kind": spec.kind or "shuffled"} | {
+    identity |= {
         name: value
         for name, value in plain(spec).items()
         if name == "seed" or value != defaults[name]
@@ -385,7 +448,11 @@ def _identify(
     order.identity = identity | order.identity
 
 
-def _arrange_stages(spec: OrderSpec, inputs: OrderInputs, rows: Rows | None) -> MixedOrder:
+def _arrange_stages(
+    spec: OrderSpec,
+    inputs: OrderInputs,
+    rows: Rows | None,
+) -> MixedOrder:
     """Return the orders of the stages as a mix in blocks of one position, each with its stage's
     order.
     """
@@ -393,6 +460,9 @@ def _arrange_stages(spec: OrderSpec, inputs: OrderInputs, rows: Rows | None) -> 
     stages = []
     for number, stage in enumerate(spec.stages):
         weights = (*spec.weights, *stage.weights)
+        seed = spec.seed
+        if number:
+            seed = derive_seed("order stage", spec.seed, number)
         stage_spec = msgspec.structs.replace(
             spec,
             filter=stage.filter,
@@ -401,7 +471,7 @@ def _arrange_stages(spec: OrderSpec, inputs: OrderInputs, rows: Rows | None) -> 
             stages=(),
             balance=None,
             without=(),
-            seed=derive_seed("order stage", spec.seed, number) if number else spec.seed,
+            seed=seed,
             epoch_length=spec.epoch_length if weights else None,
         )
         selectors = []
@@ -416,8 +486,14 @@ def _arrange_stages(spec: OrderSpec, inputs: OrderInputs, rows: Rows | None) -> 
             raise OrderError(f"stage {number}: {error}") from error
         _identify(order, stage_spec, inputs, stage_rows)
         orders.append(order)
-        ratios = {f"{name}": int(name == number) for name in range(len(spec.stages))}
-        stages.append(MixStage(ratios=ratios, until=stage.until, ramp=stage.ramp))
+        ratios = {f"{other_number}": 0 for other_number in range(len(spec.stages))}
+        ratios[f"{number}"] = 1
+        mix_stage = MixStage(
+            ratios=ratios,
+            until=stage.until,
+            ramp=stage.ramp,
+        )
+        stages.append(mix_stage)
     schedule = MixSchedule(stages, list(stages[0].ratios))
     length = spec.epoch_length or orders[0].epoch_length
     staged = MixedOrder(
@@ -428,11 +504,15 @@ def _arrange_stages(spec: OrderSpec, inputs: OrderInputs, rows: Rows | None) -> 
         is_one_split=True,
         schedule=schedule,
     )
-    described = [
-        {"until": stage.until, "ramp": stage.ramp, "order": order.identity}
-        for stage, order in zip(spec.stages, orders, strict=True)
-    ]
-    staged.identity = {"stages": described, "epoch_length": length}
+    identities = []
+    for stage, order in zip(spec.stages, orders, strict=True):
+        identity = {
+            "until": stage.until,
+            "ramp": stage.ramp,
+            "order": order.identity,
+        }
+        identities.append(identity)
+    staged.identity = {"stages": identities, "epoch_length": length}
     return staged
 
 
@@ -449,12 +529,18 @@ def regroup(
     rounds. Raises OrderError for stages of a mix, and for buckets without a global batch or with
     samples left out.
     """
-    if (spec.pack or spec.bucket) and isinstance(order, MixedOrder) and order.schedule is not None:
+    has_schedule = isinstance(order, MixedOrder) and order.schedule is not None
+    if has_schedule and (spec.pack or spec.bucket):
         raise OrderError(
             "stages of a mix count positions of samples: no packs and no buckets, which have others"
         )
     if spec.pack is not None:
-        order = PackedOrder(order, spec.pack, costs.pack, spec.seed)
+        order = PackedOrder(
+            base=order,
+            pack=spec.pack,
+            costs=costs.pack,
+            seed=spec.seed,
+        )
     if spec.bucket is not None:
         if hidden:
             raise OrderError(
@@ -545,33 +631,40 @@ def mix_orders(
     it does not have.
     """
     spec = spec.resolved()
-    schedule = MixSchedule(ratios, list(datasets)) if isinstance(ratios, list | tuple) else None
+    schedule = None
+    if isinstance(ratios, list | tuple):
+        schedule = MixSchedule(ratios, list(datasets))
     final = check_ratios(ratios, datasets) if schedule is None else schedule.final
-    if spec.kind == "lanes" or spec.mix is not None or spec.subset is not None or spec.stages:
-        if spec.mix is not None:
-            feature = "a mix of its own"
-        elif spec.kind == "lanes":
-            feature = "kind 'lanes'"
-        else:
-            feature = "stages" if spec.stages else "a subset"
+    feature = None
+    if spec.mix is not None:
+        feature = "a mix of its own"
+    elif spec.kind == "lanes":
+        feature = "kind 'lanes'"
+    elif spec.stages:
+        feature = "stages"
+    elif spec.subset is not None:
+        feature = "a subset"
+    if feature is not None:
         raise OrderError(
             f"an order with {feature} is of one dataset; mix datasets by kind, filter, "
             "weights, epoch_length"
         )
     compiled: list[EndlessOrder] = []
-    lacking: list[set[str]] = []
+    unknown_of_parts: list[set[str]] = []
     for number, name in enumerate(datasets):
         part_spec = msgspec.structs.replace(
             spec,
             seed=derive_seed("order mix part", spec.seed, number),
             epoch_length=None,
         )
+        unknown: set[str] = set()
         try:
-            lacking.append(set())
-            compiled.append(compile_one(number, name, part_spec, lacking[-1]))
+            order = compile_one(number, name, part_spec, unknown)
         except OrderError as error:
             raise OrderError(f"dataset {name!r}: {error}") from error
-    missing = set.intersection(*lacking)
+        compiled.append(order)
+        unknown_of_parts.append(unknown)
+    missing = set.intersection(*unknown_of_parts)
     if missing:
         raise unknown_names(missing)
     # The parts are regrouped together: packs, buckets and what is left out are taken off them.
@@ -579,15 +672,17 @@ def mix_orders(
     costs: dict[str, tuple[NDArray[np.integer], ...]] = {}
     hidden: list[list[Rows]] = []
     for order in compiled:
-        hidden.append([])
+        rounds: list[Rows] = []
         below: Any = order
         while isinstance(below, RegroupedOrder | ThinnedOrder):
             if isinstance(below, ThinnedOrder):
-                hidden[-1].insert(0, below.hidden[0])
+                rounds.insert(0, below.hidden[0])
             else:
-                costs[below.use] = (*costs.get(below.use, ()), *below.costs)
+                earlier_costs = costs.get(below.use, ())
+                costs[below.use] = (*earlier_costs, *below.costs)
             below = below.base
         orders.append(below)
+        hidden.append(rounds)
     mixed = MixedOrder(
         orders,
         final,
@@ -627,10 +722,9 @@ def check_ratios(ratios: object, datasets: Mapping[str, object]) -> tuple[int, .
             f"mix={ratio_of!r} names {_names(ratio_of)}, the datasets are "
             f"{_names(datasets)}: {rule}"
         )
-    if (
-        not all(type(ratio) is int and ratio >= 1 for ratio in ratio_of.values())
-        or sum(ratio_of.values()) > MAX_BLOCK
-    ):
+    values = ratio_of.values()
+    are_positive = all(type(ratio) is int and ratio >= 1 for ratio in values)
+    if not are_positive or sum(values) > MAX_BLOCK:
         raise OrderError(f"mix={ratio_of!r} is not allowed: {rule}")
     return tuple(ratio_of[name] for name in datasets)
 

@@ -65,7 +65,8 @@ def cost_columns(cost: str | Cost) -> tuple[str, ...]:
     """Return the columns that a cost depends on, each once."""
     if isinstance(cost, str):
         return (cost,)
-    return tuple(dict.fromkeys((*cost.linear, *cost.quadratic)))
+    names = dict.fromkeys((*cost.linear, *cost.quadratic))
+    return tuple(names)
 
 
 def compute_costs(cost: str | Cost, table: pa.Table, *, texts: bool = False) -> I64:
@@ -93,20 +94,20 @@ def compute_costs(cost: str | Cost, table: pa.Table, *, texts: bool = False) -> 
             column = pc.list_value_length(column)
         if texts and pa.types.is_string(column.type):
             encoded = column.combine_chunks().dictionary_encode()
-            digests = [
-                hashlib.sha256(text.encode()).digest()[:5]
-                for text in encoded.dictionary.to_pylist()
-            ]
-            numbers = pa.array([int.from_bytes(text, "little") for text in digests], pa.int64())
-            column = numbers.take(encoded.indices)
+            numbers = []
+            for text in encoded.dictionary.to_pylist():
+                text_digest = hashlib.sha256(text.encode()).digest()
+                numbers.append(int.from_bytes(text_digest[:5], "little"))
+            column = pa.array(numbers, pa.int64()).take(encoded.indices)
         if not (pa.types.is_integer(column.type) or pa.types.is_boolean(column.type)):
             raise OrderError(
                 f"attribute {name!r} is {column.type}, and a cost needs whole numbers or lists"
             )
-        for worst in pc.min_max(column).as_py().values():
-            if worst is not None and not 0 <= worst < 2**63:
+        extremes = pc.min_max(column).as_py()
+        for extreme in extremes.values():
+            if extreme is not None and not 0 <= extreme < 2**63:
                 raise OrderError(
-                    f"attribute {name!r} is {worst} somewhere, and a cost needs numbers of 0 .. "
+                    f"attribute {name!r} is {extreme} somewhere, and a cost needs numbers of 0 .. "
                     "2**63 - 1"
                 )
         values[name] = column.cast(pa.int64()).to_numpy()
@@ -114,13 +115,14 @@ def compute_costs(cost: str | Cost, table: pa.Table, *, texts: bool = False) -> 
         costs = values[cost]
     else:
         largest = {name: int(column.max(initial=0)) for name, column in values.items()}
-        sums = _total(cost, largest)
-        if sums >= 2**62:
+        max_total = _total(cost, largest)
+        if max_total >= 2**62:
             raise OrderError(
-                f"the sum of {cost} reaches {sums}, and 2**62 - 1 is the limit: take "
+                f"the sum of {cost} reaches {max_total}, and 2**62 - 1 is the limit: take "
                 "smaller coefficients"
             )
-        costs = -(-_total(cost, values) // cost.divisor)
+        totals = _total(cost, values)
+        costs = -(-totals // cost.divisor)
     if costs.size and costs.max() > MAX_COST:
         raise OrderError(
             f"row {int(costs.argmax())} costs {costs.max()}, and at most 2**40 is allowed; "
@@ -148,9 +150,11 @@ class OrderCosts(NamedTuple):
     @property
     def digests(self) -> dict[str, str]:
         """Digests of the costs of one dataset, by what they are for."""
-        return {
-            f"{use}_costs": digest(arrays[0]) for use, arrays in self._asdict().items() if arrays
-        }
+        digests = {}
+        for use, arrays in self._asdict().items():
+            if arrays:
+                digests[f"{use}_costs"] = digest(arrays[0])
+        return digests
 
 
 NO_COSTS: Final = OrderCosts()

@@ -29,8 +29,11 @@ NO_FLAGS: Final[Mapping[str, NDArray[Any]]] = MappingProxyType({})
 
 def digest(*arrays: ArrayLike) -> str:
     """Return the digest of whole numbers that a state names."""
-    data = b"".join(np.asarray(array).astype("<i8").tobytes() for array in arrays)
-    return hashlib.sha256(data).hexdigest()[:DIGEST_CHARS]
+    sha256 = hashlib.sha256()
+    for array in arrays:
+        numbers = np.asarray(array).astype("<i8")
+        sha256.update(numbers.tobytes())
+    return sha256.hexdigest()[:DIGEST_CHARS]
 
 
 class Entries(NamedTuple):
@@ -146,9 +149,9 @@ class SelectedSamples:
     def find(self, samples: I64, /) -> Occurrences:
         """Return the numbers of ``samples`` (n,) among the selected ones; others have none."""
         places = np.searchsorted(self._selected, samples)
-        indices = np.flatnonzero(
-            self._selected[np.minimum(places, len(self._selected) - 1)] == samples
-        )
+        last = len(self._selected) - 1
+        is_selected = self._selected[np.minimum(places, last)] == samples
+        indices = np.flatnonzero(is_selected)
         return Occurrences(indices, places[indices])
 
 
@@ -169,17 +172,17 @@ class MappedEpoch(Epoch):
         outside.
         """
         values = self._first(positions)
-        for step in self._copy_maps:
-            values = step(values)
+        for copy_map in self._copy_maps:
+            values = copy_map(values)
         return values
 
     def entries(self, positions: ArrayLike, /) -> Entries:
         """Return entries at ``positions``, all valid; raises OrderError for positions outside."""
         samples = self(positions)
         return Entries(
-            np.zeros(samples.shape, np.int64),
-            samples,
-            np.ones(samples.shape, dtype=bool),
+            parts=np.zeros_like(samples),
+            samples=samples,
+            valid=np.ones_like(samples, dtype=bool),
         )
 
     def find(self, samples: ArrayLike, _: int = 0, /) -> Occurrences:
@@ -188,7 +191,8 @@ class MappedEpoch(Epoch):
         """
         values = np.asarray(samples, dtype=np.int64)
         indices = np.arange(len(values))
-        for step in reversed(self._copy_maps):
-            copies, values = step.find(values)
+        for copy_map in reversed(self._copy_maps):
+            copies, values = copy_map.find(values)
             indices = indices[copies]
-        return Occurrences.sorted(indices, self._first.inverse(values))
+        positions = self._first.inverse(values)
+        return Occurrences.sorted(indices, positions)

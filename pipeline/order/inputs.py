@@ -88,7 +88,8 @@ def read_inputs(
     def name_sample(number: int) -> str:
         if "key" not in attributes.names:
             return f"sample {number}"
-        key = attributes.read(("key",))["key"][number].as_py()
+        keys = attributes.read(("key",))["key"]
+        key = keys[number].as_py()
         return f"sample {key!r} (number {number} of the split)"
 
     weightings = [*spec.weights]
@@ -110,8 +111,11 @@ def read_inputs(
             filters.append((text, Filter(text, attributes.names, owner)))
     for _, expression in filters:
         columns |= dict.fromkeys(expression.columns)
-    table = attributes.read([*columns]) if columns or weightings or spec.without else None
-    filtered = {text: expression.select(table, sum(shard_lengths)) for text, expression in filters}
+    table = None
+    if columns or weightings or spec.without:
+        table = attributes.read(list(columns))
+    num_samples = sum(shard_lengths)
+    filtered = {text: expression.select(table, num_samples) for text, expression in filters}
     subset = None
     if spec.subset is not None:
         assert table is not None
@@ -120,25 +124,25 @@ def read_inputs(
     for entry in spec.without:
         assert table is not None
         names = list(entry) if isinstance(entry, tuple) else listed_names(entry).to_pylist()
-        rows, missing = named_rows(
-            names, table.select([name for name in _NAMES if name in columns])
-        )
+        name_columns = table.select([name for name in _NAMES if name in columns])
+        rows, missing = named_rows(names, name_columns)
         if missing and unknown is None:
             raise unknown_names(missing)
         if unknown is not None:
             unknown |= missing
         without.append(rows)
+    weight_files = {}
+    for weighting in weightings:
+        if isinstance(weighting, FileWeights):
+            file = weighting.file
+            weight_files[file] = read_columns(file, ("key", "weight"))
     return OrderInputs(
         shard_lengths=shard_lengths,
         columns=None if table is None else table.select(spec.columns),
         filters=filtered,
         subset=subset,
         without=without,
-        weight_files={
-            weighting.file: read_columns(weighting.file, ("key", "weight"))
-            for weighting in weightings
-            if isinstance(weighting, FileWeights)
-        },
+        weight_files=weight_files,
         layers=layers,
         clips=clips,
         name_sample=name_sample,

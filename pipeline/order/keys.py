@@ -31,7 +31,8 @@ def read_keys(file: str, keys: pa.ChunkedArray) -> Rows:
     names = listed_names(file)
     samples: Rows = np.flatnonzero(pc.is_in(keys, value_set=names).to_numpy())
     if len(samples) < len(names):
-        missing = names.filter(pc.invert(pc.is_in(names, value_set=keys.combine_chunks())))
+        is_key = pc.is_in(names, value_set=keys.combine_chunks())
+        missing = names.filter(pc.invert(is_key))
         raise OrderError(
             f"keys file '{file}' names {len(missing)} of {len(names)} keys that are not in "
             f"the split, such as {missing[0].as_py()!r}"
@@ -47,28 +48,31 @@ def listed_names(file: str) -> pa.Array:
     import pyarrow.compute as pc
 
     if Path(file).suffix in {".parquet", ".csv"}:
-        return read_columns(file, ("key",))["key"].cast(pa.string()).unique()
+        table = read_columns(file, ("key",))
+        return table["key"].cast(pa.string()).unique()
     try:
         with Path(file).open("rb") as stream:
             data = stream.read(NAMES.maximum + 1)
     except (OSError, ValueError) as error:
         raise OrderError(f"keys file '{file}' cannot be read: {error}") from error
-    text = NAMES.broken(len(data))
-    if text is not None:
-        raise OrderError(f"keys file '{file}' {text}")
+    reason = NAMES.broken(len(data))
+    if reason is not None:
+        raise OrderError(f"keys file '{file}' {reason}")
     if b"\r" in data:
         data = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
     # As Arrow's texts: a list of Python's would take twenty times the bytes of short lines.
-    ends = np.array([0, len(data)], np.int64)
-    text_array = pa.Array.from_buffers(
-        pa.large_string(), 1, [None, pa.py_buffer(ends), pa.py_buffer(data)]
-    )
+    offsets = np.array([0, len(data)], np.int64)
+    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(data)]
+    text = pa.Array.from_buffers(pa.large_string(), 1, buffers)
     try:
-        text_array.validate(full=True)
+        text.validate(full=True)
     except pa.ArrowInvalid as error:
         raise OrderError(f"keys file '{file}' cannot be read: it is not text in UTF-8") from error
-    names = pc.utf8_trim_whitespace(pc.split_pattern(text_array, "\n").flatten())
-    is_name = pc.invert(pc.or_(pc.equal(names, ""), pc.starts_with(names, "#")))
+    lines = pc.split_pattern(text, "\n").flatten()
+    names = pc.utf8_trim_whitespace(lines)
+    is_empty = pc.equal(names, "")
+    is_comment = pc.starts_with(names, "#")
+    is_name = pc.invert(pc.or_(is_empty, is_comment))
     return names.filter(is_name).unique().cast(pa.string())
 
 
@@ -103,14 +107,16 @@ def named_rows(names: Collection[str], table: pa.Table) -> tuple[Rows, set[str]]
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    values = pa.array(sorted(set(names)), pa.string())
-    rows: Rows = np.zeros(0, np.int64)
     missing = set(names)
+    values = pa.array(sorted(missing), pa.string())
+    rows: Rows = np.zeros(0, np.int64)
     for column in table.columns:
         texts = column.cast(pa.string())
         is_named = pc.is_in(texts, value_set=values)
-        rows = np.union1d(rows, np.flatnonzero(is_named.to_numpy()))
-        missing -= set(texts.filter(is_named).unique().to_pylist())
+        column_rows = np.flatnonzero(is_named.to_numpy())
+        rows = np.union1d(rows, column_rows)
+        matches = texts.filter(is_named).unique()
+        missing -= set(matches.to_pylist())
     return rows, missing
 
 

@@ -59,25 +59,24 @@ class LaneOrder:
             raise OrderError(
                 f"lanes need a global batch and pieces >= 1, got {num_lanes}, {pieces_per_clip}"
             )
-        chosen = (
-            np.arange(len(clips))
-            if selected is None
-            else np.sort(clips.ranks[np.asarray(selected)])
-        )
-        clip = clips.clip_numbers()[chosen]
-        is_new = np.ones(len(chosen), dtype=bool)
+        ranks = np.arange(len(clips))
+        if selected is not None:
+            ranks = np.sort(clips.ranks[np.asarray(selected)])
+        clip = clips.clip_numbers()[ranks]
+        is_new = np.ones(len(ranks), dtype=bool)
         is_new[1:] = clip[1:] != clip[:-1]
-        is_new[1:] |= chosen[1:] != chosen[:-1] + 1
+        is_new[1:] |= ranks[1:] != ranks[:-1] + 1
         starts = np.flatnonzero(is_new)
-        lengths = np.diff(np.append(starts, len(chosen)))
+        run_lengths = np.diff(np.append(starts, len(ranks)))
         # A run of m frames in k pieces: the first m % k of them one frame longer.
-        count = np.minimum(lengths, pieces_per_clip)
-        run = np.repeat(np.arange(len(lengths)), count)
-        firsts = np.cumsum(count) - count
+        num_pieces = np.minimum(run_lengths, pieces_per_clip)
+        run = np.repeat(np.arange(len(run_lengths)), num_pieces)
+        firsts = np.cumsum(num_pieces) - num_pieces
         number = np.arange(len(run)) - firsts[run]
-        length, num_longer = np.divmod(lengths[run], count[run])
+        length, num_longer = np.divmod(run_lengths[run], num_pieces[run])
         self._lengths = length + (number < num_longer)
-        self._first_ranks = chosen[np.cumsum(self._lengths) - self._lengths]
+        starts = np.cumsum(self._lengths) - self._lengths
+        self._first_ranks = ranks[starts]
         if len(run) < num_lanes:
             raise OrderError(
                 f"{len(run)} pieces of clips for {num_lanes} lanes (the global batch): a "
@@ -86,13 +85,18 @@ class LaneOrder:
             )
         self.identity: dict[str, Any] = {} if identity is None else identity
         self._clips = clips
-        self._chosen = chosen
+        self._ranks = ranks
         self._seed = seed
         self.num_lanes = num_lanes
-        self.num_selected = len(chosen)
+        self.num_selected = len(ranks)
         slots = np.sort(self._lengths)[::-1]
-        self._lane_of_slot = groups_of(slots, [len(slots)] * num_lanes)
-        loads = np.bincount(self._lane_of_slot, weights=slots, minlength=num_lanes)
+        max_sizes = [len(slots)] * num_lanes
+        self._lane_of_slot = groups_of(slots, max_sizes)
+        loads = np.bincount(
+            self._lane_of_slot,
+            weights=slots,
+            minlength=num_lanes,
+        )
         self.num_steps = int(loads.max())
 
     @property
@@ -102,7 +106,8 @@ class LaneOrder:
 
     def selected(self) -> I64:
         """Return the selected samples, ascending: int64 (num_selected,)."""
-        return np.sort(self._clips.samples[self._chosen].astype(np.int64))
+        samples = self._clips.samples[self._ranks]
+        return np.sort(samples.astype(np.int64))
 
     def epoch(self, epoch: int, /) -> LaneEpoch:
         """Return the lanes of one epoch, in time linear in the number of pieces; raises
@@ -111,25 +116,27 @@ class LaneOrder:
         if not 0 <= epoch < 2**63:
             raise OrderError(f"epoch must be in 0 .. 2**63 - 1, got {epoch}")
         seed = self._seed
-        pieces = np.arange(len(self._lengths))
-        shuffled = KeyedPermutation(len(pieces), derive_key("order lanes pieces", seed, epoch))(
-            pieces
-        )
-        by_length = shuffled[
-            np.argsort(-self._lengths[shuffled], kind="stable")
-        ]  # slot to piece: ties shuffled
-        lanes = KeyedPermutation(self.num_lanes, derive_key("order lanes", seed, epoch))(
-            self._lane_of_slot
-        )
-        place = KeyedPermutation(len(pieces), derive_key("order lanes places", seed, epoch))(pieces)
-        slots = np.lexsort((place, lanes))
-        chosen = by_length[slots]
+        num_pieces = len(self._lengths)
+        piece_key = derive_key("order lanes pieces", seed, epoch)
+        lane_key = derive_key("order lanes", seed, epoch)
+        place_key = derive_key("order lanes places", seed, epoch)
+        shuffle_pieces = KeyedPermutation(num_pieces, piece_key)
+        shuffle_lanes = KeyedPermutation(self.num_lanes, lane_key)
+        shuffle_places = KeyedPermutation(num_pieces, place_key)
+        numbers = np.arange(num_pieces)
+        shuffled = shuffle_pieces(numbers)
+        by_length = np.argsort(-self._lengths[shuffled], kind="stable")
+        piece_of_slot = shuffled[by_length]  # pieces of equal length stay shuffled
+        lane_of_slot = shuffle_lanes(self._lane_of_slot)
+        place_of_slot = shuffle_places(numbers)
+        slots = np.lexsort((place_of_slot, lane_of_slot))
+        pieces = piece_of_slot[slots]
         return LaneEpoch(
             clips=self._clips,
             num_lanes=self.num_lanes,
-            lanes=lanes[slots],
-            first_ranks=self._first_ranks[chosen],
-            lengths=self._lengths[chosen],
+            lanes=lane_of_slot[slots],
+            first_ranks=self._first_ranks[pieces],
+            lengths=self._lengths[pieces],
         )
 
 
@@ -162,17 +169,21 @@ class LaneEpoch(Epoch):
         self._first_ranks = first_ranks
         self._lengths = lengths
         self.num_lanes = num_lanes
-        self._num_steps = num_steps = int(np.bincount(lanes, lengths, num_lanes).max())
+        loads = np.bincount(lanes, lengths, num_lanes)
+        num_steps = int(loads.max())
+        self._num_steps = num_steps
         self._first_piece = np.searchsorted(lanes, np.arange(num_lanes))
         self._padding = self._first_piece % max(1, len(lanes))
         """What each lane shows when it has ended: its first piece; one without a piece, that of
         another lane.
         """
         ends = np.cumsum(lengths)
-        before = np.append(ends - lengths, ends[-1:])[self._first_piece]
+        starts = ends - lengths
+        total = ends[-1:]
+        lane_starts = np.append(starts, total)[self._first_piece]
         # All lanes laid end to end, each given num_steps places: piece i begins at starts[i].
-        self._starts = ends - lengths - before[lanes] + lanes * num_steps
-        self._lane_ends = np.append(before[1:], ends[-1:]) - before
+        self._starts = starts - lane_starts[lanes] + lanes * num_steps
+        self._lane_ends = np.append(lane_starts[1:], total) - lane_starts
         self._by_rank: tuple[I64, NDArray[np.integer]] | None = None
         """The pieces sorted by their first frames' ranks, and these ranks; from the first
         :meth:`find` on.
@@ -188,21 +199,23 @@ class LaneEpoch(Epoch):
         global batch. ``prev_exists``: the lane showed the frame before this one in its previous
         step; False: reset its memory.
         """
-        step, lane = np.divmod(as_positions(positions, len(self)), self.num_lanes)
-        valid = step < self._lane_ends[lane]
-        first = self._padding[lane]
-        padding = (step - self._lane_ends[lane]) % self._lengths[first]
+        places = as_positions(positions, len(self))
+        step, lane = np.divmod(places, self.num_lanes)
+        lane_end = self._lane_ends[lane]
+        valid = step < lane_end
+        repeated = self._padding[lane]
+        repeated_offset = (step - lane_end) % self._lengths[repeated]
         place = lane * self._num_steps + step
         running = np.searchsorted(self._starts, place, side="right") - 1
-        piece = np.where(valid, running, first)
-        offset = np.where(valid, place - self._starts[piece], padding)
+        piece = np.where(valid, running, repeated)
+        offset = np.where(valid, place - self._starts[piece], repeated_offset)
         ranks = self._first_ranks[piece] + offset
         samples = self._clips.samples[ranks].astype(np.int64)
         return Entries(
-            np.zeros_like(samples),
-            samples,
-            valid,
-            {"lane": lane, "prev_exists": offset > 0},
+            parts=np.zeros_like(samples),
+            samples=samples,
+            valid=valid,
+            flags={"lane": lane, "prev_exists": offset > 0},
         )
 
     def find(self, samples: ArrayLike, _: int = 0, /) -> Occurrences:
@@ -211,14 +224,17 @@ class LaneEpoch(Epoch):
 
         The first call of an epoch sorts its pieces.
         """
-        rank = self._clips.ranks[as_positions(samples, len(self._clips), "sample")]
+        numbers = as_positions(samples, len(self._clips), "sample")
+        rank = self._clips.ranks[numbers]
         if self._by_rank is None:
             by_rank = np.argsort(self._first_ranks)
             self._by_rank = by_rank, self._first_ranks[by_rank]
-        pieces, firsts = self._by_rank
-        piece = pieces[np.searchsorted(firsts, rank, side="right") - 1]
+        pieces, first_ranks = self._by_rank
+        last_not_behind = np.searchsorted(first_ranks, rank, side="right") - 1
+        piece = pieces[last_not_behind]
         offset = rank - self._first_ranks[piece]
-        indices = np.flatnonzero((offset >= 0) & (offset < self._lengths[piece]))
+        is_shown = (offset >= 0) & (offset < self._lengths[piece])
+        indices = np.flatnonzero(is_shown)
         piece = piece[indices]
         offset = offset[indices]
         lane = np.searchsorted(self._first_piece, piece, side="right") - 1
@@ -233,10 +249,12 @@ class LaneEpoch(Epoch):
         length = self._lengths[piece[showing]]
         turns = np.maximum(-((repeat_start - self._num_steps) // length), 0)
         padding, turn = _runs(np.zeros_like(turns), turns)
-        steps = np.append(step, repeat_start[padding] + turn * length[padding])
+        padding_steps = repeat_start[padding] + turn * length[padding]
+        steps = np.append(step, padding_steps)
         lanes = np.append(lane, ended[padding])
+        padding_indices = indices[showing[padding]]
         return Occurrences.sorted(
-            np.append(indices, indices[showing[padding]]),
+            np.append(indices, padding_indices),
             steps * self.num_lanes + lanes,
         )
 
@@ -245,33 +263,34 @@ class LaneEpoch(Epoch):
         once, as a new piece.
         """
         hidden = np.sort(self._clips.ranks[samples])
-        ends = self._first_ranks + self._lengths
-        piece, cut = _runs(
-            np.searchsorted(hidden, self._first_ranks),
-            np.searchsorted(hidden, ends) + 1,
-        )
+        starts = self._first_ranks
+        ends = starts + self._lengths
+        first_cut = np.searchsorted(hidden, starts)
+        end_cut = np.searchsorted(hidden, ends) + 1
+        piece, cut = _runs(first_cut, end_cut)
         bounds = np.append(hidden, ends[-1:])
         is_first = np.diff(piece, prepend=-1) != 0
         is_last = np.diff(piece, append=-1) != 0
-        firsts = np.where(is_first, self._first_ranks[piece], bounds[cut - 1] + 1)
-        lengths = np.where(is_last, ends[piece], bounds[cut]) - firsts
+        first_ranks = np.where(is_first, starts[piece], bounds[cut - 1] + 1)
+        end_ranks = np.where(is_last, ends[piece], bounds[cut])
+        lengths = end_ranks - first_ranks
         lanes = np.searchsorted(self._first_piece, piece, side="right") - 1
         mask = lengths > 0
         return LaneEpoch(
             clips=self._clips,
             num_lanes=self.num_lanes,
             lanes=lanes[mask],
-            first_ranks=firsts[mask],
+            first_ranks=first_ranks[mask],
             lengths=lengths[mask],
         )
 
 
 def _runs(first: I64, end: I64) -> tuple[I64, I64]:
-    """Return the integers of ranges ``first ..
-
-    end - 1`` (n,), one after the other: which range, and the integer.
+    """Return the integers of ranges [first, end) (n,), one after the other: which range, and the
+    integer.
     """
-    num = end - first
-    range_numbers = np.repeat(np.arange(len(num)), num)
-    shifts = first - np.cumsum(num) + num
-    return range_numbers, np.arange(len(range_numbers)) + shifts[range_numbers]
+    lengths = end - first
+    range_numbers = np.repeat(np.arange(len(lengths)), lengths)
+    shifts = first - np.cumsum(lengths) + lengths
+    integers = np.arange(len(range_numbers)) + shifts[range_numbers]
+    return range_numbers, integers

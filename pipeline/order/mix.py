@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 MAX_BLOCK: Final = 1024
 """Largest sum of the ratios: finding a place in a block costs time in proportion to it."""
+_FIND_CHUNK: Final = CHUNK // 16
 
 
 class Mix(Settings, frozen=True):
@@ -101,7 +102,8 @@ class MixSchedule:
                     "ramp) is needed"
                 )
             values = stage.ratios.values()
-            if stage.ratios.keys() != set(names) or min(values) < 0 or not any(values):
+            has_all = stage.ratios.keys() == set(names)
+            if not has_all or min(values) < 0 or not any(values):
                 raise OrderError(
                     f"stage {number} of the mix has {stage.ratios}, it needs integers >= 0 "
                     f"for {list(names)}"
@@ -110,39 +112,44 @@ class MixSchedule:
             raise OrderError(
                 "the last stage of a mix has no end and no ramp: until=None, ramp=False"
             )
-        self.block = lcm(*(sum(stage.ratios.values()) for stage in stages))
+        totals = [sum(stage.ratios.values()) for stage in stages]
+        self.block = lcm(*totals)
         if self.block > MAX_BLOCK:
             raise OrderError(
                 f"the stages' ratios need a block of {self.block}; at most {MAX_BLOCK} are allowed"
             )
         ends = [0 if stage.until is None else stage.until for stage in stages[:-1]]
-        if any(end % self.block or end <= before for before, end in pairwise([0, *ends])):
-            raise OrderError(
-                "stages of a mix must end in turn, at multiples of the block of "
-                f"{self.block}, got {ends}"
-            )
+        for start, end in pairwise([0, *ends]):
+            if end % self.block or end <= start:
+                raise OrderError(
+                    "stages of a mix must end in turn, at multiples of the block of "
+                    f"{self.block}, got {ends}"
+                )
         ratios = []
-        for stage in stages:
-            total = sum(stage.ratios.values())
-            ratios.append([stage.ratios[name] * self.block // total for name in names])
+        for stage, total in zip(stages, totals, strict=True):
+            factor = self.block // total
+            ratios.append([stage.ratios[name] * factor for name in names])
         self._ratios = np.array(ratios)
-        self._starts = np.array([0, *(end // self.block for end in ends)])
+        starts = [end // self.block for end in ends]
+        self._starts = np.array([0, *starts])
         no_change = np.zeros((1, len(names)), np.int64)
         self._changes: list[I64] = []
-        for stage, (old, new) in zip(stages[:-1], pairwise(self._ratios), strict=True):
-            self._changes.append(_changes(old, new) if stage.ramp else no_change)
-        self._changes.append(no_change)
-        lengths = np.diff(self._starts)
-        for changes, length in zip(self._changes[:-1], lengths.tolist(), strict=True):
-            num = len(changes) - 1
-            if num and num * length**2 > MAX_LENGTH:
+        for number, stage in enumerate(stages):
+            changes = no_change
+            if stage.ramp:
+                changes = _changes(self._ratios[number], self._ratios[number + 1])
+            self._changes.append(changes)
+        self._before = np.zeros_like(self._ratios)
+        for number, length in enumerate(np.diff(self._starts).tolist()):
+            num_changes = len(self._changes[number]) - 1
+            if num_changes and num_changes * length**2 > MAX_LENGTH:
+                max_blocks = isqrt(MAX_LENGTH // num_changes)
                 raise OrderError(
                     f"a ramp has {length} blocks of {self.block}, and may have "
-                    f"{isqrt(MAX_LENGTH // num)}; end it earlier, or make it of several stages"
+                    f"{max_blocks}; end it earlier, or make it of several stages"
                 )
-        self._before = np.zeros_like(self._ratios)
-        for number, length in enumerate(lengths):
-            self._before[number + 1] = self._within(number, np.array([length]))[0]
+            samples = self._within(number, np.array([length]))
+            self._before[number + 1] = samples[0]
 
     @property
     def final(self) -> tuple[int, ...]:
@@ -170,12 +177,13 @@ class MixSchedule:
         """
         counts: I64 = self._before[stage] + blocks[:, None] * self._ratios[stage]
         changes = self._changes[stage]
-        num = len(changes) - 1
-        if num:
+        changes_per_block = len(changes) - 1
+        if changes_per_block:
             length = self._starts[stage + 1] - self._starts[stage]
-            num_changes = num * blocks * blocks // (2 * length)
-            rounds, rest = np.divmod(num_changes, num)
-            counts += rounds[:, None] * changes[-1] + changes[rest]
+            num_changes = changes_per_block * blocks * blocks // (2 * length)
+            rounds, rest = np.divmod(num_changes, changes_per_block)
+            counts += rounds[:, None] * changes[-1]
+            counts += changes[rest]
         return counts
 
 
@@ -183,16 +191,21 @@ def _changes(old: I64, new: I64) -> I64:
     """Return what the first k changes from one block to another add to each dataset: (changes +
     1, datasets).
     """
+    falls = np.maximum(old - new, 0)
+    rises = np.maximum(new - old, 0)
     turns = []
-    for more in (np.maximum(old - new, 0), np.maximum(new - old, 0)):
-        named = np.repeat(np.arange(len(more)), more)
-        firsts = np.cumsum(more) - more
-        place = (np.arange(len(named)) - firsts[named]) * 2 + 1
-        turns.append(named[np.lexsort((named, place / more[named]))])
-    steps = np.zeros((len(turns[0]) + 1, len(old)), np.int64)
-    for number, (falls, rises) in enumerate(zip(*turns, strict=True), 1):
-        steps[number, falls] = -1
-        steps[number, rises] = 1
+    for samples in (falls, rises):
+        datasets = np.repeat(np.arange(len(samples)), samples)
+        firsts = np.cumsum(samples) - samples
+        number = np.arange(len(datasets)) - firsts[datasets]
+        place = (number * 2 + 1) / samples[datasets]
+        by_place = np.lexsort((datasets, place))
+        turns.append(datasets[by_place])
+    num_changes = len(turns[0])
+    steps = np.zeros((num_changes + 1, len(old)), np.int64)
+    for number, (falling, rising) in enumerate(zip(*turns, strict=True), 1):
+        steps[number, falling] = -1
+        steps[number, rising] = 1
     return np.cumsum(steps, axis=0)
 
 
@@ -216,7 +229,8 @@ class MixedOrder:
         is_one_split: bool = False,
         schedule: MixSchedule | None = None,
     ) -> None:
-        if not ratios or min(ratios) < (schedule is None) or sum(ratios) > MAX_BLOCK:
+        min_ratio = 1 if schedule is None else 0
+        if not ratios or min(ratios) < min_ratio or sum(ratios) > MAX_BLOCK:
             raise OrderError(
                 f"ratios must be integers >= 1, at most {MAX_BLOCK} in sum, got {list(ratios)}"
             )
@@ -227,11 +241,11 @@ class MixedOrder:
         self.is_one_split = is_one_split
         self.schedule = schedule
         if epoch_length is None:
-            num_blocks = max(
-                -(-order.epoch_length // ratio)
-                for order, ratio in zip(self.orders, self.ratios, strict=True)
-                if ratio
-            )
+            blocks_of_epochs = []
+            for order, ratio in zip(self.orders, self.ratios, strict=True):
+                if ratio:
+                    blocks_of_epochs.append(-(-order.epoch_length // ratio))
+            num_blocks = max(blocks_of_epochs)
         else:
             num_blocks = -(-epoch_length // self.block)
         self.num_blocks = num_blocks
@@ -255,7 +269,8 @@ class MixedOrder:
         """Return the selected samples of parts of one split, ascending, each once: int64
         (num_selected,).
         """
-        return np.unique(np.concatenate([order.selected() for order in self.orders]))
+        samples = [order.selected() for order in self.orders]
+        return np.unique(np.concatenate(samples))
 
     def epoch(self, epoch: int, /) -> MixedEpoch:
         """Return one epoch; raise OrderError for a negative epoch, or one whose samples are too
@@ -280,7 +295,8 @@ class MixedEpoch(Epoch):
         # shuffles it.
         self._words = KeyedPermutation(MAX_LENGTH, derive_key("order mix", mix.seed))
         # Positions come in runs: of each dataset one epoch or two at a time.
-        self._epoch_of: Callable[[int, int], Epoch] = lru_cache(maxsize=2 * len(mix.orders))(
+        memory = lru_cache(maxsize=2 * len(mix.orders))
+        self._epoch_of: Callable[[int, int], Epoch] = memory(
             lambda part, number: mix.orders[part].epoch(number)
         )
 
@@ -302,37 +318,42 @@ class MixedEpoch(Epoch):
             blocks, block_index = _distinct(block + self._first_block)
             before = self._before(blocks)
             arranged = self._arranged(blocks)
-            at_place = block_index * mix.block + place
-            parts[chunk] = arranged.reshape(-1)[at_place]
+            arranged_place = block_index * mix.block + place
+            parts[chunk] = arranged.reshape(-1)[arranged_place]
             for part, order in enumerate(mix.orders):
                 indices = np.flatnonzero(parts[chunk] == part)
                 if not indices.size:
                     continue
-                within = np.cumsum(arranged == part, axis=1).reshape(-1)[at_place[indices]] - 1
+                counts = np.cumsum(arranged == part, axis=1).reshape(-1)
+                within = counts[arranged_place[indices]] - 1
                 # How many samples of this dataset came before, ever.
                 turns = before[block_index[indices], part] + within
                 epochs, places_in_epoch = np.divmod(turns, order.epoch_length)
-                for epoch in _distinct(epochs)[0].tolist():
-                    is_inside = epochs == epoch
-                    samples_of = self._epoch_of(part, epoch)
-                    samples[first + indices[is_inside]] = samples_of(places_in_epoch[is_inside])
+                distinct_epochs, _ = _distinct(epochs)
+                for epoch in distinct_epochs.tolist():
+                    mask = epochs == epoch
+                    part_epoch = self._epoch_of(part, epoch)
+                    rows = first + indices[mask]
+                    samples[rows] = part_epoch(places_in_epoch[mask])
         if mix.is_one_split:
             parts[:] = 0
-        valid = np.ones(places.shape, dtype=bool)
-        return Entries(parts.reshape(places.shape), samples.reshape(places.shape), valid)
+        shape = places.shape
+        return Entries(
+            parts.reshape(shape),
+            samples.reshape(shape),
+            valid=np.ones(shape, dtype=bool),
+        )
 
     def _before(self, blocks: I64) -> I64:
         """Return how many samples of each dataset come in a run before some blocks (n,): int64
         (n, datasets).
         """
         mix = self._mix
-        before: I64
-        before = (
-            blocks[:, None] * np.array(mix.ratios)
-            if mix.schedule is None
-            else mix.schedule.blocks(blocks)[0]
-        )
-        return before
+        if mix.schedule is not None:
+            before, _ = mix.schedule.blocks(blocks)
+            return before
+        constant: I64 = blocks[:, None] * np.array(mix.ratios)
+        return constant
 
     def _arranged(self, blocks: I64) -> I64:
         """Return the dataset at each place of some blocks (n,) of a run: int64 (n, places)."""
@@ -340,14 +361,17 @@ class MixedEpoch(Epoch):
         entries = blocks[:, None] * mix.block + np.arange(mix.block)
         by_word = np.zeros_like(entries)
         if mix.block > 1:
-            by_word = np.argsort(self._words(entries), axis=1)
+            words = self._words(entries)
+            by_word = np.argsort(words, axis=1)
+        arranged: I64
         if mix.schedule is None:
             datasets = np.repeat(np.arange(len(mix.ratios)), mix.ratios)
-            arranged: I64 = datasets[by_word]
+            arranged = datasets[by_word]
         else:
             _, counts = mix.schedule.blocks(blocks)
             ends = np.cumsum(counts, axis=1)
-            arranged = (by_word[:, :, None] >= ends[:, None, :]).sum(axis=2)
+            is_behind = by_word[:, :, None] >= ends[:, None, :]
+            arranged = is_behind.sum(axis=2)
         return arranged
 
     def find(self, samples: ArrayLike, part: int = 0, /) -> Occurrences:
@@ -355,23 +379,30 @@ class MixedEpoch(Epoch):
         outside its split.
         """
         mix = self._mix
-        if not 0 <= part < (1 if mix.is_one_split else len(mix.orders)):
+        num_datasets = 1 if mix.is_one_split else len(mix.orders)
+        if not 0 <= part < num_datasets:
             raise OrderError(f"the mix has no dataset {part}")
-        ends = self._before(np.array([0, mix.num_blocks]) + self._first_block).T.tolist()
+        order_numbers = range(len(mix.orders)) if mix.is_one_split else (part,)
+        borders = np.array([0, mix.num_blocks]) + self._first_block
+        first_turns, end_turns = self._before(borders).tolist()
         indices = [np.zeros(0, np.int64)]
         positions = [np.zeros(0, np.int64)]
-        for number in range(len(mix.orders)) if mix.is_one_split else (part,):
-            first, end = ends[number]
+        for number in order_numbers:
+            first = first_turns[number]
+            end = end_turns[number]
             length = mix.orders[number].epoch_length
             for epoch in range(first // length, -(-end // length)):
                 matches, places = self._epoch_of(number, epoch).find(samples)
                 turns = epoch * length + places
                 inside = np.flatnonzero((turns >= first) & (turns < end))
-                for start in range(0, len(inside), CHUNK // 16):
-                    chunk = inside[start : start + CHUNK // 16]
+                for start in range(0, len(inside), _FIND_CHUNK):
+                    chunk = inside[start : start + _FIND_CHUNK]
                     indices.append(matches[chunk])
                     positions.append(self._places(number, turns[chunk]))
-        return Occurrences.sorted(np.concatenate(indices), np.concatenate(positions))
+        return Occurrences.sorted(
+            np.concatenate(indices),
+            np.concatenate(positions),
+        )
 
     def _places(self, part: int, turns: I64) -> I64:
         """Return the positions of some turns (n,) of a dataset, which are of this epoch."""
@@ -384,17 +415,17 @@ class MixedEpoch(Epoch):
             is_later = self._before(middle)[:, part] > turns
             low = np.where(is_later, low, middle)
             high = np.where(is_later, middle, high)
-        blocks, of_block = np.unique(low, return_inverse=True)
-        earlier = turns - self._before(low)[:, part]
+        blocks, block_index = np.unique(low, return_inverse=True)
+        number = turns - self._before(low)[:, part]
         # Its places in each block, in order.
-        part_places = np.argsort(self._arranged(blocks) != part, axis=1, kind="stable")
-        places: I64 = (low - self._first_block) * mix.block + part_places[of_block, earlier]
+        is_foreign = self._arranged(blocks) != part
+        part_places = np.argsort(is_foreign, axis=1, kind="stable")
+        block_starts = (low - self._first_block) * mix.block
+        places: I64 = block_starts + part_places[block_index, number]
         return places
 
 
-def _distinct(
-    values: I64,
-) -> tuple[I64, I64]:
+def _distinct(values: I64) -> tuple[I64, I64]:
     """Return the distinct values, ascending, and which of them each value (n,) is; sorts only if
     needed.
     """
@@ -402,5 +433,5 @@ def _distinct(
     if (steps < 0).any():
         distinct, inverse = np.unique(values, return_inverse=True)
         return distinct, inverse
-    new = np.concatenate(([True], steps > 0))
-    return values[new], np.cumsum(new) - 1
+    is_new = np.concatenate(([True], steps > 0))
+    return values[is_new], np.cumsum(is_new) - 1

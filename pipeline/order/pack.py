@@ -69,7 +69,11 @@ class Pack(Settings, frozen=True):
             )
 
 
-def pack_window(costs: I64, budget: int, max_samples: int | None = None) -> tuple[I64, int]:
+def pack_window(
+    costs: I64,
+    budget: int,
+    max_samples: int | None = None,
+) -> tuple[I64, int]:
     """Return the pack of each sample (int64, same shape as ``costs`` (n,), which are at least 1
     and at most the budget), and how many there are.
 
@@ -78,35 +82,40 @@ def pack_window(costs: I64, budget: int, max_samples: int | None = None) -> tupl
     where that one has no room. At first there are as many packs as the total cost, and the number
     of samples, need at least. A full one of ``max_samples`` is closed.
     """
+    num_samples = len(costs)
     by_cost = np.argsort(-costs, kind="stable")
-    limit = len(costs) if max_samples is None else max_samples
-    num = max(-(-int(costs.sum()) // budget), -(-len(costs) // limit))
-    shift = len(costs).bit_length()
+    limit = num_samples if max_samples is None else max_samples
+    num_by_cost = -(-int(costs.sum()) // budget)
+    num_by_samples = -(-num_samples // limit)
+    num_packs = max(num_by_cost, num_by_samples)
+    shift = num_samples.bit_length()
     # A heap of (cost << shift) + number: the least of it is the emptiest pack, the first one among
     # equals.
-    open_packs = list(range(num))
+    open_packs = list(range(num_packs))
     room = (budget + 1) << shift
     mask = (1 << shift) - 1
-    is_limited = limit < len(costs)
-    held = [0] * len(costs)
+    is_limited = limit < num_samples
+    counts = [0] * num_samples
     filled: list[int] = []
-    for cost in (costs[by_cost] << shift).tolist():
+    shifted_costs = costs[by_cost] << shift
+    for cost in shifted_costs.tolist():
         pack = open_packs[0] + cost if open_packs else room
         if pack < room:
             heapq.heapreplace(open_packs, pack)
         else:
-            pack = cost + num
-            num = num + 1
+            pack = cost + num_packs
+            num_packs += 1
             heapq.heappush(open_packs, pack)
         filled.append(pack)
         if is_limited:
-            held[pack & mask] += 1
-            if held[pack & mask] == limit:
+            number = pack & mask
+            counts[number] += 1
+            if counts[number] == limit:
                 open_packs.remove(pack)
                 heapq.heapify(open_packs)
     packs = np.empty_like(by_cost)
     packs[by_cost] = np.array(filled) & mask
-    return packs, num
+    return packs, num_packs
 
 
 class PackedOrder(WindowedOrder):
@@ -139,15 +148,13 @@ class PackedOrder(WindowedOrder):
 
     def groups(self, entries: Entries) -> tuple[I64, int]:
         """Return the pack of each sample of a window, and how many there are; see `pack_window`."""
-        return pack_window(
-            costs_of(self.costs, entries),
-            self.pack.budget,
-            self.pack.max_samples,
-        )
+        costs = costs_of(self.costs, entries)
+        return pack_window(costs, self.pack.budget, self.pack.max_samples)
 
     def epoch(self, epoch: int, /) -> PackedEpoch:
         """Return one epoch; raise OrderError for an epoch out of range."""
-        return PackedEpoch(self, epoch, self.sums(epoch)[:, 0])
+        packs_before_window = self.sums(epoch)[:, 0]
+        return PackedEpoch(self, epoch, packs_before_window)
 
 
 class PackedEpoch(RegroupedEpoch):
@@ -166,14 +173,16 @@ class PackedEpoch(RegroupedEpoch):
         The flag ``pack`` is the number of the pack among ``positions``. Raises OrderError for
         positions outside.
         """
+        places = as_positions(positions, len(self)).reshape(-1)
         pieces = []
-        for place in as_positions(positions, len(self)).reshape(-1).tolist():
+        sizes = []
+        for place in places.tolist():
             window, pack = self._locate(place)
             members, bounds = self._members(window)
-            inside = slice(int(bounds[pack]), int(bounds[pack + 1]))
-            pieces.append((members, inside))
-        sizes = np.array([inside.stop - inside.start for _, inside in pieces], np.int64)
-        packs = np.repeat(np.arange(len(pieces)), sizes)
+            start, end = bounds[pack : pack + 2].tolist()
+            pieces.append((members, slice(start, end)))
+            sizes.append(end - start)
+        packs = np.repeat(np.arange(len(pieces)), np.array(sizes, np.int64))
         return joined(pieces)._replace(flags={"pack": packs})
 
     def find(self, samples: ArrayLike, part: int = 0, /) -> Occurrences:
@@ -188,7 +197,8 @@ class PackedEpoch(RegroupedEpoch):
         for number in np.unique(numbers).tolist():
             mask = numbers == number
             entries = self._order.entries_of(self._in_order, number)
-            packs, _ = self._order.groups(entries)
+            pack_of_sample, _ = self._order.groups(entries)
+            packs = pack_of_sample[offsets[mask]]
             place_of_pack = np.argsort(self._order_shown(number))
-            places[mask] = self._starts[number] + place_of_pack[packs[offsets[mask]]]
+            places[mask] = self._starts[number] + place_of_pack[packs]
         return Occurrences.sorted(indices, places)

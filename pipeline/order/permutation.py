@@ -73,9 +73,12 @@ def derive_key(purpose: str, *numbers: int) -> int:
         if not 0 <= number < 2**128:
             raise OrderError(f"key number for '{purpose}' must be in 0 .. 2**128 - 1, got {number}")
     name = purpose.encode()
-    parts = [b"fuelrail key 1", len(name).to_bytes(8, "little"), name]
-    parts += [index(number).to_bytes(16, "little") for number in numbers]
-    return int.from_bytes(hashlib.shake_128(b"".join(parts)).digest(_KEY_BYTES), "little")
+    name_length = len(name).to_bytes(8, "little")
+    encoding = hashlib.shake_128(b"fuelrail key 1" + name_length + name)
+    for number in numbers:
+        encoding.update(index(number).to_bytes(16, "little"))
+    digest = encoding.digest(_KEY_BYTES)
+    return int.from_bytes(digest, "little")
 
 
 def derive_seed(purpose: str, seed: int, number: int) -> int:
@@ -85,8 +88,12 @@ def derive_seed(purpose: str, seed: int, number: int) -> int:
 
 def _words(n: int, key: int, count: int) -> U64:
     """Return ``count`` 64-bit words (uint64) that depend on n and key: SHAKE-128, little-endian."""
-    seed = b"fuelrail permutation 1" + n.to_bytes(8, "little") + key.to_bytes(_KEY_BYTES, "little")
-    return np.frombuffer(hashlib.shake_128(seed).digest(8 * count), dtype="<u8").astype(np.uint64)
+    n_bytes = n.to_bytes(8, "little")
+    key_bytes = key.to_bytes(_KEY_BYTES, "little")
+    seed = b"fuelrail permutation 1" + n_bytes + key_bytes
+    digest = hashlib.shake_128(seed).digest(8 * count)
+    words = np.frombuffer(digest, dtype="<u8")
+    return words.astype(np.uint64)
 
 
 def as_positions(positions: ArrayLike, n: int, noun: str = "position") -> I64:
@@ -101,7 +108,8 @@ def as_positions(positions: ArrayLike, n: int, noun: str = "position") -> I64:
     low = int(array.min())
     high = int(array.max())
     if low < 0 or high >= n:
-        raise OrderError(f"{noun} {low if low < 0 else high} is outside 0 .. {n - 1}")
+        outlier = low if low < 0 else high
+        raise OrderError(f"{noun} {outlier} is outside 0 .. {n - 1}")
     return array.astype(np.int64, copy=False)
 
 
@@ -127,20 +135,23 @@ class KeyedPermutation:
         if self.n <= TABLE_LIMIT:
             # 0 .. n - 1 by random words; each word carries its index in its low bits, so that no
             # two are equal.
-            low = np.uint64(TABLE_LIMIT - 1)
-            words = _words(self.n, self.key, self.n) & ~low
-            by_word = np.sort(words | np.arange(self.n, dtype=np.uint64))
-            self._table = (by_word & low).astype(np.int64)
+            low_bits = np.uint64(TABLE_LIMIT - 1)
+            words = _words(self.n, self.key, count=self.n) & ~low_bits
+            words |= np.arange(self.n, dtype=np.uint64)
+            words.sort()
+            self._table = (words & low_bits).astype(np.int64)
             return
         root = math.isqrt(self.n - 1) + 1  # ceil(sqrt(n))
         a = root + root % 2
-        self._b = np.uint64(-(-self.n // a))
+        b = -(-self.n // a)
         self._a = np.uint64(a)
+        self._b = np.uint64(b)
         # fmix64 begins with x ^= x >> 33. A half is under 2**33, so that shift sees the key alone:
         # done here, once. The finaliser's last step, the same shift, does not reach the high 32
         # bits that F takes.
-        words = _words(self.n, self.key, NUM_ROUNDS)
-        self._round_keys = tuple(words ^ (words >> _S33))
+        words = _words(self.n, self.key, count=NUM_ROUNDS)
+        words ^= words >> _S33
+        self._round_keys = tuple(words)
 
     def __len__(self) -> int:
         return self.n
@@ -152,13 +163,15 @@ class KeyedPermutation:
         """Return values (int64, same shape) at ``positions`` (integers in [0, n)); raise
         OrderError outside.
         """
-        return self._map(as_positions(positions, self.n), backwards=False)
+        places = as_positions(positions, self.n)
+        return self._map(places, backwards=False)
 
     def inverse(self, values: ArrayLike) -> I64:
         """Return positions (int64, same shape) of ``values`` (integers in [0, n)):
         ``p.inverse(p(x)) == x``.
         """
-        return self._map(as_positions(values, self.n, "value"), backwards=True)
+        numbers = as_positions(values, self.n, noun="value")
+        return self._map(numbers, backwards=True)
 
     def _map(self, inputs: I64, *, backwards: bool) -> I64:
         if self._table is not None:
@@ -169,9 +182,11 @@ class KeyedPermutation:
             return inverse[inputs]
         outputs = np.empty(inputs.size, dtype=np.int64)
         source = inputs.reshape(-1).view(np.uint64)
+        target = outputs.view(np.uint64)
         for first in range(0, source.size, CHUNK):
-            values = outputs[first : first + CHUNK].view(np.uint64)
-            self._network(source[first : first + CHUNK], values, backwards=backwards)
+            chunk = slice(first, first + CHUNK)
+            values = target[chunk]
+            self._network(source[chunk], values, backwards=backwards)
             # Each value's cycle comes back to its own start, which is under n: the loop ends, and
             # distinct inputs end apart.
             while (outside := np.flatnonzero(values >= self.n)).size:
@@ -196,21 +211,38 @@ class KeyedPermutation:
         spare = np.empty_like(high)
         size = self._a
         other_size = self._b
-        for key in reversed(self._round_keys) if backwards else self._round_keys:
+        keys = self._round_keys
+        if backwards:
+            keys = keys[::-1]
+        for key in keys:
             if backwards:
-                high, low, size, other_size = low, high, other_size, size
-                _round_function(low, key=key, size=size, out=mixed, spare=spare)
+                high, low = low, high
+                size, other_size = other_size, size
+                _round_function(
+                    low,
+                    key=key,
+                    size=size,
+                    out=mixed,
+                    spare=spare,
+                )
                 # Wraps around to a huge number where it is negative.
                 np.subtract(high, mixed, out=high)
                 np.add(high, size, out=spare)
                 np.minimum(high, spare, out=high)
             else:
-                _round_function(low, key=key, size=size, out=mixed, spare=spare)
+                _round_function(
+                    low,
+                    key=key,
+                    size=size,
+                    out=mixed,
+                    spare=spare,
+                )
                 np.add(high, mixed, out=high)  # under 2 * size
                 # Wraps around to a huge number where left < size already.
                 np.subtract(high, size, out=spare)
                 np.minimum(high, spare, out=high)
-                high, low, size, other_size = low, high, other_size, size
+                high, low = low, high
+                size, other_size = other_size, size
         np.multiply(high, self._b, out=target)
         np.add(target, low, out=target)
 

@@ -36,6 +36,7 @@ _NOTHING: Final = (
     np.zeros(0, np.int64),
     np.zeros(0, bool),
 )
+"""Parts, samples and valid flags of no entry: what is joined to none has the right types."""
 
 
 class RegroupedOrder:
@@ -48,7 +49,11 @@ class RegroupedOrder:
     use: ClassVar[str]
     """The field of an order's specification that asks for it."""
 
-    def __init__(self, base: EndlessOrder, costs: Sequence[NDArray[np.integer]]) -> None:
+    def __init__(
+        self,
+        base: EndlessOrder,
+        costs: Sequence[NDArray[np.integer]],
+    ) -> None:
         self.base = base
         self.costs = tuple(costs)
         self.identity: dict[str, Any] = {
@@ -109,7 +114,8 @@ class WindowedOrder(RegroupedOrder, ABC):
         """Return the number of positions in an epoch; the first call counts all of its windows
         once.
         """
-        return self.positions_of(self._count(epoch, self.num_windows)[-1])
+        sums = self._count(epoch, self.num_windows)
+        return self.positions_of(sums[-1])
 
     @abstractmethod
     def positions_of(self, totals: I64) -> int:
@@ -136,18 +142,19 @@ class WindowedOrder(RegroupedOrder, ABC):
 
     def entries_of(self, in_order: Epoch, number: int) -> Entries:
         """Return the samples of a window of an epoch of the order below."""
-        first = number * self.window
-        return in_order.entries(np.arange(first, min(first + self.window, len(in_order))))
+        start = number * self.window
+        end = min(start + self.window, len(in_order))
+        positions = np.arange(start, end)
+        return in_order.entries(positions)
 
     def count_ahead(self, epoch: int, windows_left: int) -> None:
         """Count a share of an epoch's windows: all are counted once ``windows_left`` of the one
         before are read.
         """
         num_counted = len(self._count(epoch, 0)) - 1
-        self._count(
-            epoch,
-            num_counted - (num_counted - self.num_windows) // max(1, windows_left),
-        )
+        num_uncounted = self.num_windows - num_counted
+        share = -(-num_uncounted // max(1, windows_left))
+        self._count(epoch, num_counted + share)
 
     def _count(self, epoch: int, num_windows: int) -> list[I64]:
         """Return the sums before and after each window that is counted, ``num_windows`` of them
@@ -162,8 +169,10 @@ class WindowedOrder(RegroupedOrder, ABC):
                     self._counts.popitem(last=False)
             self._counts.move_to_end(epoch)
             for number in range(len(count.sums) - 1, num_windows):
-                groups = self.groups(self.entries_of(count.in_order, number))
-                count.sums.append(count.sums[-1] + self.count(*groups))
+                entries = self.entries_of(count.in_order, number)
+                groups, num_groups = self.groups(entries)
+                numbers = self.count(groups, num_groups)
+                count.sums.append(count.sums[-1] + numbers)
             return count.sums
 
 
@@ -178,20 +187,29 @@ class RegroupedEpoch(Epoch):
         self._epoch = epoch
         self._starts = starts
         self._in_order = order.base.epoch(epoch)
-        self._members = lru_cache(maxsize=_WINDOWS_KEPT)(self._grouped)
-        self._order_shown = lru_cache(maxsize=_WINDOWS_KEPT)(self._shuffled)
+        self._members = lru_cache(_WINDOWS_KEPT)(self._grouped)
+        self._order_shown = lru_cache(_WINDOWS_KEPT)(self._shuffled)
 
     def _locate(self, place: int) -> tuple[int, int]:
         """Return the window of a pack, or batch, of the epoch, and its number there: those of a
         window are shuffled.
         """
         window = int(np.searchsorted(self._starts, place, side="right")) - 1
-        return window, int(self._order_shown(window)[place - self._starts[window]])
+        offset = place - self._starts[window]
+        number = self._order_shown(window)[offset]
+        return window, int(number)
 
     def _shuffled(self, window: int) -> I64:
-        num = int(self._starts[window + 1] - self._starts[window])
-        key = derive_key(f"order {self._order.use}s", self._order.seed, self._epoch, window)
-        return KeyedPermutation(num, key)(np.arange(num))
+        start, end = self._starts[window : window + 2].tolist()
+        num_groups = end - start
+        key = derive_key(
+            f"order {self._order.use}s",
+            self._order.seed,
+            self._epoch,
+            window,
+        )
+        permutation = KeyedPermutation(num_groups, key)
+        return permutation(np.arange(num_groups))
 
     def _grouped(self, window: int) -> tuple[Entries, I64]:
         """Return the samples of a window, group by group, and where each begins among them, and the
@@ -202,21 +220,22 @@ class RegroupedEpoch(Epoch):
         order = self._order
         order.count_ahead(self._epoch + 1, order.num_windows - window)
         entries = order.entries_of(self._in_order, window)
-        groups, num = order.groups(entries)
+        groups, num_groups = order.groups(entries)
         by_group = np.argsort(groups, kind="stable")
-        bounds = np.searchsorted(groups[by_group], np.arange(num + 1))
-        return joined([(entries, by_group)]), bounds
+        bounds = np.searchsorted(groups[by_group], np.arange(num_groups + 1))
+        members = joined([(entries, by_group)])
+        return members, bounds
 
 
-def joined(
-    pieces: Sequence[tuple[Entries, I64 | slice]],
-) -> Entries:
+def joined(pieces: Sequence[tuple[Entries, I64 | slice]]) -> Entries:
     """Return some samples of several entries, one after the other, without flags."""
-    chosen = [
-        (entries.parts[rows], entries.samples[rows], entries.valid[rows])
-        for entries, rows in pieces
-    ]
-    columns = zip(_NOTHING, *chosen, strict=True)
+    rows_of_pieces = [_NOTHING]
+    for entries, rows in pieces:
+        parts = entries.parts[rows]
+        samples = entries.samples[rows]
+        valid = entries.valid[rows]
+        rows_of_pieces.append((parts, samples, valid))
+    columns = zip(*rows_of_pieces, strict=True)
     parts, samples, valid = map(np.concatenate, columns)
     return Entries(parts, samples, valid)
 
@@ -232,12 +251,13 @@ def costs_of(costs: Sequence[NDArray[np.integer]], entries: Entries) -> I64:
     """Return the cost of each entry, given those of the samples of each dataset: int64, the
     shape of the entries.
     """
+    samples = entries.samples
     if len(costs) == 1:
-        return costs[0][entries.samples].astype(np.int64)
-    entry_costs = np.empty(entries.samples.shape, np.int64)
-    for part, of_part in enumerate(costs):
+        return costs[0][samples].astype(np.int64)
+    entry_costs = np.empty(samples.shape, np.int64)
+    for part, part_costs in enumerate(costs):
         mask = entries.parts == part
-        entry_costs[mask] = of_part[entries.samples[mask]]
+        entry_costs[mask] = part_costs[samples[mask]]
     return entry_costs
 
 

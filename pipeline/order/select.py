@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Any, Final
+from functools import reduce
+from operator import add, and_, eq, ge, gt, le, lt, mul, ne, or_, sub
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -36,20 +38,30 @@ MAX_LENGTH: Final = 10_000
 MAX_DEPTH: Final = 100
 """Deepest nesting of an expression: both Python's parser and Arrow recurse."""
 
-_BINARY: Final[dict[type[ast.operator], Callable[[Any, Any], pc.Expression]]] = {
-    ast.Add: lambda a, b: a + b,
-    ast.Sub: lambda a, b: a - b,
-    ast.Mult: lambda a, b: a * b,
+_Operation: TypeAlias = Callable[[Any, Any], pc.Expression]
+
+
+def _remainder(a: pc.Expression, b: pc.Expression) -> pc.Expression:
+    """Return the remainder of integers, with the sign of ``a``; overflow is an error of Arrow."""
+    dividend = a.cast(pa.int64())
+    divisor = b.cast(pa.int64())
+    return dividend - dividend / divisor * divisor
+
+
+_BINARY: Final[dict[type[ast.operator], _Operation]] = {
+    ast.Add: add,
+    ast.Sub: sub,
+    ast.Mult: mul,
     ast.Div: lambda a, b: a.cast(pa.float64()) / b,  # Arrow's own cuts integers
-    ast.Mod: lambda a, b: _remainder(a.cast(pa.int64()), b.cast(pa.int64())),
+    ast.Mod: _remainder,
 }
-_COMPARE: Final[dict[type[ast.cmpop], Callable[[Any, Any], pc.Expression]]] = {
-    ast.Eq: lambda a, b: a == b,
-    ast.NotEq: lambda a, b: a != b,
-    ast.Lt: lambda a, b: a < b,
-    ast.LtE: lambda a, b: a <= b,
-    ast.Gt: lambda a, b: a > b,
-    ast.GtE: lambda a, b: a >= b,
+_COMPARE: Final[dict[type[ast.cmpop], _Operation]] = {
+    ast.Eq: eq,
+    ast.NotEq: ne,
+    ast.Lt: lt,
+    ast.LtE: le,
+    ast.Gt: gt,
+    ast.GtE: ge,
 }
 _TEXT_FUNCTIONS: Final[dict[str, Callable[[pc.Expression, str], pc.Expression]]] = {
     "contains": pc.match_substring,
@@ -68,7 +80,9 @@ class Filter:
     """
 
     def __init__(self, text: str, names: Collection[str], owner: str = "") -> None:
-        excerpt = text if len(text) <= 200 else text[:200] + "..."
+        excerpt = text
+        if len(text) > 200:
+            excerpt = text[:200] + "..."
         self._subject = f"{owner}filter {excerpt!r}"
         self._names = names
         self._column_names: dict[str, None] = {}
@@ -77,12 +91,12 @@ class Filter:
         try:
             tree = ast.parse(text.strip(), mode="eval").body
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            place = (
-                f" at character {error.offset}"
-                if isinstance(error, SyntaxError) and error.offset
-                else ""
-            )
-            reason = error.msg if isinstance(error, SyntaxError) else "nested too deep or not text"
+            place = ""
+            reason = "nested too deep or not text"
+            if isinstance(error, SyntaxError):
+                reason = error.msg
+                if error.offset:
+                    place = f" at character {error.offset}"
             raise OrderError(
                 f"{self._subject} is not an expression such as 'night and num_car >= "
                 f"3': {reason}{place}"
@@ -111,9 +125,13 @@ class Filter:
             columns[name] = column
         numbered = pa.table({**columns, row: np.arange(num_rows)})
         try:
-            matches = pads.dataset(numbered).to_table(columns=[row], filter=self._expression)
+            matches = pads.dataset(numbered).to_table(
+                columns=[row],
+                filter=self._expression,
+            )
         except (pa.ArrowException, TypeError) as error:
-            types = ", ".join(f"{name}: {table.schema.field(name).type}" for name in self.columns)
+            fields = [table.schema.field(name) for name in self.columns]
+            types = ", ".join(f"{field.name}: {field.type}" for field in fields)
             raise OrderError(
                 f"{self._subject} does not fit the attributes ({types}): {error}"
             ) from error
@@ -121,7 +139,9 @@ class Filter:
         return rows
 
     def _refuse(self, node: ast.AST, reason: str) -> OrderError:
-        place = f" at character {node.col_offset + 1}" if hasattr(node, "col_offset") else ""
+        place = ""
+        if hasattr(node, "col_offset"):
+            place = f" at character {node.col_offset + 1}"
         return OrderError(f"{self._subject}{place}: {reason}")
 
     def _condition(self, node: ast.expr, depth: int) -> pc.Expression:
@@ -129,22 +149,16 @@ class Filter:
         depth = self._deeper(node, depth)
         match node:
             case ast.BoolOp(op=operator, values=values):
-                result = self._condition(values[0], depth)
-                for value in values[1:]:
-                    operand_value = self._condition(value, depth)
-                    result = (
-                        result & operand_value
-                        if isinstance(operator, ast.And)
-                        else result | operand_value
-                    )
-                return result
+                combine = and_ if isinstance(operator, ast.And) else or_
+                conditions = [self._condition(value, depth) for value in values]
+                return reduce(combine, conditions)
             case ast.UnaryOp(op=ast.Not(), operand=operand):
                 return ~self._condition(operand, depth)
             case ast.Compare(left=left, ops=operators, comparators=rights):
                 result = None
                 for comparison, right in zip(operators, rights, strict=True):
-                    part = self._comparison(left, comparison, right, depth)
-                    result = part if result is None else result & part
+                    condition = self._comparison(left, comparison, right, depth)
+                    result = condition if result is None else result & condition
                     left = right
                 return result
             case ast.Constant(value=bool() as value):
@@ -175,20 +189,24 @@ class Filter:
                 (ast.In() | ast.NotIn()),
                 (ast.Tuple(elts=items) | ast.List(elts=items) | ast.Set(elts=items)),
             ):
+                literals = [self._literal(item) for item in items]
                 try:
-                    inside = value.isin([self._literal(item) for item in items])
+                    result = value.isin(literals)
                 except (pa.ArrowException, TypeError) as error:
                     raise self._refuse(
                         right,
                         f"the values of a list must be of one type: {error}",
                     ) from error
+                if isinstance(operator, ast.NotIn):
+                    result = ~result
                 # Arrow takes null for a value like others here; an unknown value is neither in nor
                 # not in a list.
-                return (inside if isinstance(operator, ast.In) else ~inside) & value.is_valid()
+                return result & value.is_valid()
             case ((ast.In() | ast.NotIn()), _):
                 raise self._refuse(right, "`in` needs a list such as ('a', 'b')")
             case _:
-                return _COMPARE[type(operator)](value, self._value(right, depth))
+                compare = _COMPARE[type(operator)]
+                return compare(value, self._value(right, depth))
 
     def _value(self, node: ast.expr, depth: int) -> pc.Expression:
         """Return a node that is a value of any type."""
@@ -203,7 +221,11 @@ class Filter:
             case ast.UnaryOp(op=ast.USub(), operand=operand):
                 return pc.negate(self._value(operand, depth))
             case ast.BinOp(left=left, op=operator, right=right) if type(operator) in _BINARY:
-                return _BINARY[type(operator)](self._value(left, depth), self._value(right, depth))
+                operation = _BINARY[type(operator)]
+                return operation(
+                    self._value(left, depth),
+                    self._value(right, depth),
+                )
             case ast.Call(
                 func=ast.Name(id="col"),
                 args=[ast.Constant(value=str() as name)],
@@ -216,25 +238,28 @@ class Filter:
                 keywords=[],
             ) if name in _TEXT_FUNCTIONS:
                 function = _TEXT_FUNCTIONS[name]
-                return function(self._value(subject, depth), self._text(node, text))
-            case ast.Call():
-                functions = "col('column'), " + ", ".join(
-                    f"{name}(column, 'text')" for name in _TEXT_FUNCTIONS
+                return function(
+                    self._value(subject, depth),
+                    self._text(node, text),
                 )
+            case ast.Call():
+                forms = [f"{name}(column, 'text')" for name in _TEXT_FUNCTIONS]
+                functions = ", ".join(["col('column')", *forms])
                 raise self._refuse(node, f"the functions there are: {functions}")
             case ast.BoolOp() | ast.Compare() | ast.UnaryOp(op=ast.Not()):
                 return self._condition(node, depth)
             case ast.Attribute(value=ast.Name(id=layer)):
-                hint = f"; for an attribute of a layer attach the layer: layers={{'{layer}': PATH}}"
                 raise self._refuse(
                     node,
-                    f"{_describe(node)} is not in the language of filters{hint}",
+                    f"{_describe(node)} is not in the language of filters; for an attribute of "
+                    f"a layer attach the layer: layers={{'{layer}': PATH}}",
                 )
             case _:
                 raise self._refuse(node, f"{_describe(node)} is not in the language of filters")
 
     def _is_layer(self, name: str) -> bool:
-        return any(column.startswith(f"{name}.") for column in self._names)
+        prefix = f"{name}."
+        return any(column.startswith(prefix) for column in self._names)
 
     def _column(self, node: ast.expr, name: str) -> pc.Expression:
         if name not in self._names:
@@ -254,10 +279,11 @@ class Filter:
                 op=ast.USub() | ast.UAdd() as sign,
                 operand=ast.Constant(value=(int() | float()) as value),
             ) if not isinstance(value, bool):
-                signed = -value if isinstance(sign, ast.USub) else value
-                if isinstance(signed, float):
-                    return signed
-                return self._integer(node, signed)
+                if isinstance(sign, ast.USub):
+                    value = -value
+                if isinstance(value, float):
+                    return value
+                return self._integer(node, value)
             case _:
                 raise self._refuse(
                     node,
@@ -271,7 +297,9 @@ class Filter:
 
     def _text(self, node: ast.AST, text: str) -> str:
         """Return a text that columns can have; half of a character cannot be written in UTF-8."""
-        if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
+        if text.isascii():
+            return text
+        if any("\ud800" <= char <= "\udfff" for char in text):
             raise self._refuse(node, f"the text {text!a} has half of a character, a surrogate")
         return text
 
@@ -279,11 +307,6 @@ class Filter:
         if depth == MAX_DEPTH:
             raise self._refuse(node, f"nested more than {MAX_DEPTH} deep")
         return depth + 1
-
-
-def _remainder(a: pc.Expression, b: pc.Expression) -> pc.Expression:
-    """Return the remainder of integers, with the sign of ``a``; overflow is an error of Arrow."""
-    return a - a / b * b
 
 
 def _describe(node: ast.AST) -> str:

@@ -233,7 +233,11 @@ class OrderSpec(Settings, frozen=True):
         return self
 
 
-def position_map(spec: OrderSpec, shard_lengths: Sequence[int], epoch: int) -> PositionMap:
+def position_map(
+    spec: OrderSpec,
+    shard_lengths: Sequence[int],
+    epoch: int,
+) -> PositionMap:
     """Return the map of the positions of an epoch to the samples of shards of these lengths, each 1
     or more.
 
@@ -246,9 +250,15 @@ def position_map(spec: OrderSpec, shard_lengths: Sequence[int], epoch: int) -> P
         raise OrderError(f"epoch must be in 0 .. 2**63 - 1, got {epoch}")
     num_samples = sum(shard_lengths)
     if spec.kind in (None, "shuffled"):
-        return KeyedPermutation(num_samples, derive_key("order shuffled", spec.seed, epoch))
+        key = derive_key("order shuffled", spec.seed, epoch)
+        return KeyedPermutation(num_samples, key)
     if spec.window is not None:
-        return _Windowed(shard_lengths, spec.window, spec.seed, epoch)
+        return _Windowed(
+            shard_lengths,
+            window=spec.window,
+            seed=spec.seed,
+            epoch=epoch,
+        )
     assert spec.kind == "sequential", "lanes need the clips of a dataset"
     return _Sequential(num_samples)
 
@@ -275,13 +285,17 @@ class CompiledOrder:
         self.identity = identity
         self._sampling = sampling
         self._bounds = np.cumsum([0, *shard_lengths])
-        self.num_selected = int(self._bounds[-1]) if selected is None else len(selected)
+        self.num_selected = int(self._bounds[-1])
         self._selected: NDArray[np.integer] | None = None
         if selected is not None:
             self._bounds = np.searchsorted(selected, self._bounds)
-            small = np.int32 if int(selected[-1]) <= np.iinfo(np.int32).max else np.int64
-            self._selected = selected.astype(small)
-        self.epoch_length = self.num_selected if sampling is None else sampling.length
+            self.num_selected = len(selected)
+            last = int(selected[-1])
+            dtype = np.int32 if last <= np.iinfo(np.int32).max else np.int64
+            self._selected = selected.astype(dtype)
+        self.epoch_length = self.num_selected
+        if sampling is not None:
+            self.epoch_length = sampling.length
 
     def selected(self) -> I64:
         """Return the selected samples, ascending: int64 (num_selected,)."""
@@ -290,23 +304,20 @@ class CompiledOrder:
         return self._selected.astype(np.int64)
 
     def epoch(self, epoch: int, /) -> MappedEpoch:
-        """Return the order of one epoch: positions 0 ..
-
-        epoch_length - 1 to samples of the split.
-        """
+        """Return the order of one epoch: positions in [0, epoch_length) to samples of the split."""
         bounds = self._bounds
         copy_maps: list[CopyMap] = []
         if self._sampling is not None:
-            copies = self._sampling.epoch(derive_key("order weights", self.spec.seed, epoch))
+            phase_key = derive_key("order weights", self.spec.seed, epoch)
+            copies = self._sampling.epoch(phase_key)
             bounds = np.array(copies.first_copies(bounds.tolist()))
             copy_maps.append(copies)
         if self._selected is not None:
             copy_maps.append(SelectedSamples(self._selected))
         lengths = np.diff(bounds)
-        return MappedEpoch(
-            position_map(self.spec, lengths[lengths > 0].tolist(), epoch),
-            *copy_maps,
-        )
+        shard_lengths = lengths[lengths > 0].tolist()
+        positions = position_map(self.spec, shard_lengths, epoch)
+        return MappedEpoch(positions, *copy_maps)
 
 
 class _Sequential:
@@ -352,9 +363,10 @@ class _Windowed:
         epoch: int,
     ) -> None:
         stored = np.array(shard_lengths, dtype=np.int64)
-        shards = KeyedPermutation(len(stored), derive_key("order windowed shards", seed, epoch))(
-            np.arange(len(stored))
-        )
+        num_shards = len(stored)
+        shard_key = derive_key("order windowed shards", seed, epoch)
+        permutation = KeyedPermutation(num_shards, shard_key)
+        shards = permutation(np.arange(num_shards))
         lengths = stored[shards]
         # Slot i of the epoch holds shard shards[i]; its samples are slot_starts[i] ..
         # slot_starts[i] + length - 1 before the permutation within the window, and shard_offsets[i]
@@ -362,29 +374,23 @@ class _Windowed:
         self._slot_starts = np.cumsum(lengths) - lengths
         self._shard_starts = np.cumsum(stored) - stored
         self._slot_of = np.empty_like(shards)
-        self._slot_of[shards] = np.arange(len(shards))
+        self._slot_of[shards] = np.arange(num_shards)
         self._shard_offsets = self._shard_starts[shards] - self._slot_starts
         self._num_samples = int(stored.sum())
-        num_windows = -(-len(stored) // window)
-        self._first_slots = np.arange(num_windows + 1) * len(stored) // num_windows
-        self._window_starts = np.append(self._slot_starts, self._num_samples)[self._first_slots]
+        num_windows = -(-num_shards // window)
+        self._first_slots = np.arange(num_windows + 1) * num_shards // num_windows
+        slot_bounds = np.append(self._slot_starts, self._num_samples)
+        self._window_starts = slot_bounds[self._first_slots]
 
         def make(number: int) -> _Window:
-            slots = slice(
-                int(self._first_slots[number]),
-                int(self._first_slots[number + 1]),
-            )
-            start = int(self._window_starts[number])
-            end = int(self._window_starts[number + 1])
-            permutation = KeyedPermutation(
-                end - start,
-                derive_key("order windowed samples", seed, epoch, number),
-            )
+            first_slot, end_slot = self._first_slots[number : number + 2].tolist()
+            start, end = self._window_starts[number : number + 2].tolist()
+            window_key = derive_key("order windowed samples", seed, epoch, number)
             return _Window(
-                permutation,
-                start,
-                self._slot_starts[slots] - start,
-                self._shard_offsets[slots] + start,
+                permutation=KeyedPermutation(end - start, window_key),
+                start=start,
+                starts=self._slot_starts[first_slot:end_slot] - start,
+                offsets=self._shard_offsets[first_slot:end_slot] + start,
             )
 
         # Positions come in runs: a reader is in one window, looks ahead into the next, and rarely
@@ -399,28 +405,31 @@ class _Windowed:
         flat = places.reshape(-1)
         samples = np.empty_like(flat)
         for first in range(0, flat.size, CHUNK):
-            part = flat[first : first + CHUNK]
-            ends = np.array((part.min(), part.max()))
-            lowest, highest = (
-                np.searchsorted(self._window_starts, ends, side="right") - 1
-            ).tolist()
+            chunk = slice(first, first + CHUNK)
+            part = flat[chunk]
+            extremes = np.array((part.min(), part.max()))
+            windows = np.searchsorted(self._window_starts, extremes, side="right") - 1
+            lowest, highest = windows.tolist()
             if lowest == highest:  # as nearly always for positions in a row
-                samples[first : first + CHUNK] = self._window(lowest)(part)
-            else:
-                windows = np.searchsorted(self._window_starts, part, side="right") - 1
-                by_window = np.argsort(windows, kind="stable")
-                ascending = windows[by_window]
-                bounds = np.flatnonzero(np.diff(ascending, prepend=-1, append=-1))
-                for start, end in pairwise(bounds.tolist()):
-                    places_of_window = by_window[start:end]
-                    window = self._window(int(ascending[start]))
-                    samples[first + places_of_window] = window(part[places_of_window])
+                window = self._window(lowest)
+                samples[chunk] = window(part)
+                continue
+            windows = np.searchsorted(self._window_starts, part, side="right") - 1
+            by_window = np.argsort(windows, kind="stable")
+            ascending = windows[by_window]
+            is_bound = np.diff(ascending, prepend=-1, append=-1)
+            bounds = np.flatnonzero(is_bound)
+            for start, end in pairwise(bounds.tolist()):
+                window = self._window(int(ascending[start]))
+                window_places = by_window[start:end]
+                samples[first + window_places] = window(part[window_places])
         return samples.reshape(places.shape)
 
     def inverse(self, samples: ArrayLike, /) -> I64:
         numbers = as_positions(samples, self._num_samples, "sample")
         flat = numbers.reshape(-1)
-        slot = self._slot_of[np.searchsorted(self._shard_starts, flat, side="right") - 1]
+        shard = np.searchsorted(self._shard_starts, flat, side="right") - 1
+        slot = self._slot_of[shard]
         unshuffled = flat - self._shard_offsets[slot]
         window = np.searchsorted(self._first_slots, slot, side="right") - 1
         positions = np.empty_like(flat)
@@ -462,15 +471,15 @@ class _Window:
         self._start = start
         self._starts = starts
         self._offsets = offsets
-        n = len(permutation)
-        self._next_starts = np.append(starts[1:], n)
-        self._shift = int((self._next_starts - starts).min()).bit_length() - 1
-        num_runs = (n >> self._shift) + 1
+        num_samples = len(permutation)
+        self._next_starts = np.append(starts[1:], num_samples)
+        lengths = self._next_starts - starts
+        self._shift = int(lengths.min()).bit_length() - 1
+        num_runs = (num_samples >> self._shift) + 1
         self._guide: I64 | None = None
         if num_runs <= _MAX_RUNS:
-            self._guide = (
-                np.searchsorted(starts, np.arange(num_runs) << self._shift, side="right") - 1
-            )
+            runs = np.arange(num_runs) << self._shift
+            self._guide = np.searchsorted(starts, runs, side="right") - 1
 
     def __call__(self, positions: I64) -> I64:
         shuffled = self._permutation(positions - self._start)

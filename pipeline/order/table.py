@@ -4,7 +4,7 @@ that order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.order.epoch import EndlessOrder, Epoch
     from fuelrail.pipeline.order.mix import MixStage
     from fuelrail.pipeline.order.spec import OrderSpec
-    from fuelrail.pipeline.order.windows import FrameWindow
+    from fuelrail.pipeline.order.windows import FrameWindow, WindowLookup
 
     Columns: TypeAlias = Mapping[str, ArrayLike]
     Data: TypeAlias = int | Columns | Mapping[str, int | Columns]
@@ -84,18 +84,16 @@ class OrderedRows:
             unknown: set[str] | None = None,
         ) -> EndlessOrder:
             part_data = data if mix is None else data[name]  # type: ignore[index]
-            table = tables[name] = Table(part_data, part_spec, blocks, window)
-            keywords: dict[str, Any] = {
-                "window": window,
-                "clips": table.clips,
-                "unknown": unknown,
-            }
+            table = Table(part_data, part_spec, blocks, window)
+            tables[name] = table
             return compile_table(
                 part_spec,
                 table,
                 table.lengths,
                 global_batch=global_batch,
-                **keywords,
+                window=window,
+                clips=table.clips,
+                unknown=unknown,
             )
 
         if mix is None:
@@ -112,36 +110,51 @@ class OrderedRows:
                 compile_one=lambda _, *keywords: compile_one(*keywords),
                 global_batch=global_batch,
             )
-        described = {name: table.identity for name, table in tables.items()}
-        self.described = described[""] if mix is None else described
+        identities = {name: table.identity for name, table in tables.items()}
+        self.described = identities[""] if mix is None else identities
         """What a position depends on besides the order, in words; of a mix by name."""
-        self._bases = np.cumsum([0, *map(len, tables.values())])
-        self._windows = tuple(
-            None if window is None or table.clips is None else window_lookup(table.clips, window)
-            for table in tables.values()
-        )
+        lengths = [len(table) for table in tables.values()]
+        self._bases = np.cumsum([0, *lengths])
+        self._windows: list[WindowLookup | None] = []
+        for table in tables.values():
+            lookup = None
+            if window is not None and table.clips is not None:
+                lookup = window_lookup(table.clips, window)
+            self._windows.append(lookup)
         self._lookups = windows_without(self._windows, self.order)
         self._entries = entries
         self._is_cut_evenly = not (spec.pack or spec.balance)
         self._newest: tuple[int, Epoch] | None = None
 
-    def batches(self, epoch: int, batching: Batching, steps: range) -> list[list[Any]]:
+    def batches(
+        self,
+        epoch: int,
+        batching: Batching,
+        steps: range,
+    ) -> list[list[Any]]:
         """Return this rank's batches of some consecutive steps."""
         if self._newest is None or self._newest[0] != epoch:
             self._newest = epoch, self.order.epoch(epoch)
-        in_order = self._newest[1]
+        _, in_order = self._newest
         if self._is_cut_evenly:
-            starts = batching.start + np.array(steps, np.int64) * batching.global_batch
+            step_numbers = np.array(steps, np.int64)
+            starts = batching.start + step_numbers * batching.global_batch
             running = starts[:, None] + np.array(batching.rows)
             return self._rows(
                 in_order,
-                running % batching.epoch_length,
-                running < batching.epoch_length,
+                positions=running % batching.epoch_length,
+                is_first=running < batching.epoch_length,
             )
-        shares = [rank_positions(self.order, in_order, batching, step) for step in steps]
-        return [
-            self._rows(in_order, positions[None], valid[None])[0] for positions, valid in shares
-        ]
+        batches = []
+        for step in steps:
+            positions, valid = rank_positions(
+                self.order,
+                in_order,
+                batching,
+                step,
+            )
+            batches += self._rows(in_order, positions[None], valid[None])
+        return batches
 
     def _rows(
         self,
@@ -162,31 +175,47 @@ class OrderedRows:
         rows = (samples + self._bases[parts]).reshape(len(positions), -1)
         if not self._entries:
             return rows.tolist()  # type: ignore[no-any-return]
-        pack = flags.get("pack", np.zeros_like(rows))
-        valid = valid & (is_first[0, pack] if "pack" in flags else is_first)
-        lane = flags.get("lane", np.zeros_like(rows))
-        prev = flags.get("prev_exists", np.zeros(rows.shape, bool))
-        num_frames = 0 if self._lookups[0] is None else len(self._lookups[0].window.frames)
+        if "pack" in flags:
+            is_first = is_first[0, flags["pack"]]
+        num_frames = 0
+        if self._lookups[0] is not None:
+            num_frames = len(self._lookups[0].window.frames)
         frames = np.zeros((samples.size, num_frames), np.int64)
         present = np.zeros((samples.size, num_frames), bool)
+        flat_parts = parts.reshape(-1)
+        flat_samples = samples.reshape(-1)
         for part, lookup in enumerate(self._lookups):
-            rows_of_part = np.flatnonzero(parts.reshape(-1) == part)
-            if lookup is not None and rows_of_part.size:
-                window_samples = lookup(samples.reshape(-1)[rows_of_part])
-                frames[rows_of_part] = window_samples.samples + self._bases[part]
-                present[rows_of_part] = window_samples.present
-        bucket = flags.get("bucket", np.zeros_like(rows))
-        columns = [
-            column.reshape(-1).tolist() for column in (rows, valid, lane, prev, pack, bucket)
-        ]
-        windows = (map(tuple, array.tolist()) for array in (frames, present))
-        entries = [*map(Entry, *columns[:4], *windows, *columns[4:])]
-        return [
-            entries[first : first + rows.shape[1]]
-            for first in range(0, len(entries), rows.shape[1])
-        ]
+            mask = flat_parts == part
+            if lookup is not None and mask.any():
+                windows = lookup(flat_samples[mask])
+                frames[mask] = windows.samples + self._bases[part]
+                present[mask] = windows.present
+        zeros = np.zeros_like(rows)
+        falses = np.zeros(rows.shape, bool)
+        columns = {
+            "row": rows,
+            "valid": valid & is_first,
+            "lane": flags.get("lane", zeros),
+            "prev_exists": flags.get("prev_exists", falses),
+            "pack": flags.get("pack", zeros),
+            "bucket": flags.get("bucket", zeros),
+        }
+        values: dict[str, Iterable[Any]] = {}
+        for name, column in columns.items():
+            values[name] = column.reshape(-1).tolist()
+        values["frames"] = map(tuple, frames.tolist())
+        values["present"] = map(tuple, present.tolist())
+        entries = list(map(Entry, *(values[name] for name in Entry._fields)))
+        batch_rows = rows.shape[1]
+        starts = range(0, len(entries), batch_rows)
+        return [entries[start : start + batch_rows] for start in starts]
 
-    def check_unseen(self, identity: dict[str, Any], place: Cursor, full_batch: int) -> None:
+    def check_unseen(
+        self,
+        identity: dict[str, Any],
+        place: Cursor,
+        full_batch: int,
+    ) -> None:
         """Raise StateMismatchError where a run of this order's identity has shown what this one
         leaves out.
         """
@@ -200,10 +229,10 @@ class OrderedRows:
 
     def rest(self, walk: Walk) -> Iterator[list[Any]]:
         """Yield this rank's batches of the first epoch of a walk."""
-        at_a_time = max(1, CHUNK // walk.batching.rank_batch)
-        for first in range(0, walk.num_steps, at_a_time):
-            steps = range(first, min(first + at_a_time, walk.num_steps))
-            yield from self.batches(walk.start.epoch, walk.rest, steps)
+        steps_per_chunk = max(1, CHUNK // walk.batching.rank_batch)
+        for start in range(0, walk.num_steps, steps_per_chunk):
+            end = min(start + steps_per_chunk, walk.num_steps)
+            yield from self.batches(walk.start.epoch, walk.rest, range(start, end))
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_newest": None}
@@ -219,12 +248,13 @@ class Table:
         blocks: int | Sequence[int] | None,
         window: FrameWindow | None,
     ) -> None:
-        self._columns: Columns = data if isinstance(data, Mapping) else {}
-        lengths = {name: len(column) for name, column in self._columns.items()}  # type: ignore[arg-type]
+        self._columns: Columns = {}
         if isinstance(data, Mapping):
+            self._columns = data
+            lengths = {name: len(column) for name, column in data.items()}
             if len(set(lengths.values())) != 1:
                 raise OrderError(f"columns of one length are needed, at least one, got {lengths}")
-            num_rows = next(iter(lengths.values()))
+            (num_rows,) = set(lengths.values())
         elif isinstance(data, int | np.integer):
             num_rows = int(data)
         else:
@@ -241,7 +271,9 @@ class Table:
         if blocks is not None:
             if isinstance(blocks, int) and blocks >= 1:
                 num_full, rest = divmod(num_rows, blocks)
-                self.lengths = (blocks,) * num_full + (rest,) * (rest > 0)
+                self.lengths = (blocks,) * num_full
+                if rest:
+                    self.lengths += (rest,)
             elif (
                 not isinstance(blocks, int)
                 and sum(blocks) == num_rows
@@ -268,16 +300,22 @@ class Table:
                 "lanes and windows need a column 'clip_id': which clip, or episode, each row is of"
             )
         clip_ids = np.asarray(self._columns["clip_id"])
-        _, first, clip_index = np.unique(clip_ids, return_index=True, return_inverse=True)
-        number = np.argsort(np.argsort(first))[clip_index]  # clips in the order of their first row
+        _, first_rows, id_index = np.unique(
+            clip_ids,
+            return_index=True,
+            return_inverse=True,
+        )
+        clip_of_id = np.argsort(np.argsort(first_rows))  # in the order of their first row
+        clips = clip_of_id[id_index]
         if "frame" in self._columns:
-            frame = self._columns["frame"]
+            frames = self._columns["frame"]
         else:
-            by_clip = np.argsort(number, kind="stable")
-            starts = np.searchsorted(number[by_clip], number[by_clip])
-            frame = np.empty_like(by_clip)
-            frame[by_clip] = np.arange(num_rows) - starts
-        self.clips = ClipTable.build(number, frame)
+            by_clip = np.argsort(clips, kind="stable")
+            sorted_clips = clips[by_clip]
+            starts = np.searchsorted(sorted_clips, sorted_clips)
+            frames = np.empty_like(by_clip)
+            frames[by_clip] = np.arange(num_rows) - starts
+        self.clips = ClipTable.build(clips, frames)
         self.identity += f", clips {digest(self.clips.keys, self.clips.samples)}"
 
     @property

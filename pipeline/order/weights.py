@@ -124,9 +124,13 @@ def compute_weights(
                         )
                     weights[held] += 1 / num_samples
             case FileWeights(file=file, default=default):
-                keys = files[file]["key"]
-                values = np.append(_numbers(files[file]["weight"], "weight"), default)
-                named = checked(values, f"weights file '{file}' and its default")
+                columns = files[file]
+                keys = columns["key"]
+                weight_of_key = _numbers(columns["weight"], "weight")
+                named = checked(
+                    np.append(weight_of_key, default),
+                    f"weights file '{file}' and its default",
+                )
                 if len(keys.unique()) != len(keys):
                     raise OrderError(f"weights file '{file}' names a key twice")
                 value_set = keys.cast(pa.string()).combine_chunks()
@@ -135,7 +139,8 @@ def compute_weights(
                     raise OrderError(
                         f"weights file '{file}' names none of the {len(table)} selected samples"
                     )
-                weights = named[places.fill_null(len(keys)).to_numpy()]
+                default_place = len(keys)
+                weights = named[places.fill_null(default_place).to_numpy()]
             case AttributeWeights(attribute=name, values=None):
                 column = table[name]
                 if column.null_count:
@@ -146,11 +151,14 @@ def compute_weights(
                     )
                 weights = checked(_numbers(column, name), f"attribute {name!r}")
             case AttributeWeights(
-                attribute=name, values=dict() as weight_by_value, default=default
+                attribute=name,
+                values=dict() as weight_by_value,
+                default=default,
             ):
                 weight_of_value = np.array([*weight_by_value.values(), default])
+                checked(weight_of_value, f"weights of {name!r}")
                 numbers = value_numbers(table[name], tuple(weight_by_value))
-                weights = checked(weight_of_value, f"weights of {name!r}")[numbers]
+                weights = weight_of_value[numbers]
         product *= weights
     return product
 
@@ -162,8 +170,9 @@ def natural_length(weightings: Sequence[Weighting], table: pa.Table) -> int:
     balances = [weighting for weighting in weightings if isinstance(weighting, ClassBalance)]
     if len(balances) != 1:
         return len(table)
-    total = sum(int(np.count_nonzero(_held(table, name))) for name in balances[0].classes)
-    return total // len(balances[0].classes) * len(balances[0].classes)
+    classes = balances[0].classes
+    total = sum(int(np.count_nonzero(_held(table, name))) for name in classes)
+    return total - total % len(classes)
 
 
 def value_numbers(column: pa.ChunkedArray, values: Sequence[str]) -> I64:
@@ -180,11 +189,10 @@ def value_numbers(column: pa.ChunkedArray, values: Sequence[str]) -> I64:
     for value in codes.dictionary.to_pylist():
         text = str(value).lower() if isinstance(value, bool) else str(value)
         number_of_code.append(number_of_text.get(text, -1))
-    unknown = len(number_of_code)
+    null_code = len(number_of_code)
     number_of_code.append(-1)
-    numbers: I64 = np.array(number_of_code)[
-        codes.indices.fill_null(unknown).to_numpy(zero_copy_only=False)
-    ]
+    indices = codes.indices.fill_null(null_code).to_numpy(zero_copy_only=False)
+    numbers: I64 = np.array(number_of_code)[indices]
     return numbers
 
 
@@ -195,11 +203,9 @@ def _held(table: pa.Table, name: str) -> Mask:
 def _numbers(column: pa.ChunkedArray, name: str, unknown: float = np.nan) -> F64:
     """Return a numeric or boolean column as float64, ``unknown`` for null."""
     try:
-        values = column.cast("double", safe=False).fill_null(unknown).to_numpy()
-    except (
-        ValueError,
-        NotImplementedError,
-    ) as error:  # Arrow's own errors derive from these
+        floats = column.cast("double", safe=False)
+        values = floats.fill_null(unknown).to_numpy()
+    except (ValueError, NotImplementedError) as error:  # Arrow's own errors derive from these
         raise OrderError(
             f"attribute {name!r} is {column.type}, and a weight needs a number"
         ) from error
@@ -211,11 +217,13 @@ def checked(weights: F64, subject: str) -> F64:
     """Return ``weights`` if each is a finite number of 0 or more; raise OrderError naming the
     first that is not.
     """
-    bad = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))
+    is_weight = np.isfinite(weights) & (weights >= 0)
+    bad = np.flatnonzero(~is_weight)
     if bad.size:
+        first = bad[0]
         raise OrderError(
-            f"{subject}: weights must be finite numbers >= 0, got {weights[bad[0]]} (number "
-            f"{bad[0]}; {bad.size} of {len(weights)} are like that)"
+            f"{subject}: weights must be finite numbers >= 0, got {weights[first]} (number "
+            f"{first}; {bad.size} of {len(weights)} are like that)"
         )
     return weights
 
@@ -231,7 +239,8 @@ class SystematicSampling:
     """
 
     def __init__(self, weights: ArrayLike, length: int) -> None:
-        values = checked(np.asarray(weights, dtype=np.float64), "weighted epoch")
+        values = np.asarray(weights, dtype=np.float64)
+        checked(values, "weighted epoch")
         if not len(values) or not values.max() > 0:
             raise OrderError(
                 f"all {len(values)} weights are 0: there is nothing to draw an epoch from"
@@ -240,20 +249,23 @@ class SystematicSampling:
             raise OrderError(f"a weighted epoch has 1 .. 2**31 - 1 positions, got {length}")
         self.length = length
         bits = min(_TICK_BITS, _SUM_BITS - len(values).bit_length())
-        ticks = np.rint(values / values.max() * 2.0**bits).astype(np.int64)
-        self._ends: I64 = np.cumsum(ticks)
+        max_ticks = 2.0**bits
+        ticks = np.rint(values / values.max() * max_ticks)
+        self._ends: I64 = np.cumsum(ticks.astype(np.int64))
         self._total = int(self._ends[-1])
         self._search = TickSearch(self._ends)
 
     def expected_counts(self) -> F64:
         """Return the copies of each sample in an epoch, averaged over all phases: float64 (n,)."""
-        return np.diff(self._ends, prepend=0) * (self.length / self._total)
+        ticks = np.diff(self._ends, prepend=0)
+        return ticks * (self.length / self._total)
 
     def digest(self) -> str:
         """Return SHA-256 (hex) of the weights in ticks: equal where all epochs of equal length
         are.
         """
-        return hashlib.sha256(self._ends.astype("<i8").tobytes()).hexdigest()
+        ends = self._ends.astype("<i8")
+        return hashlib.sha256(ends.tobytes()).hexdigest()
 
     @property
     def description(self) -> str:
@@ -264,7 +276,8 @@ class SystematicSampling:
         """Return one epoch's copies; ``phase_key`` is a uniform 128-bit number, as
         `permutation.derive_key` makes.
         """
-        return SystematicEpoch(self._search, self.length, phase_key % self._total)
+        phase = phase_key % self._total
+        return SystematicEpoch(self._search, self.length, phase)
 
 
 class Part(NamedTuple):
@@ -304,12 +317,16 @@ def weigh_parts(
     for number, value in enumerate(mix.ratios):
         inside = np.flatnonzero(part_of_row == number)
         if not inside.size:
-            values = ", ".join(sorted(map(str, column.unique().to_pylist()))[:20])
+            values = sorted(map(str, column.unique().to_pylist()))
             raise OrderError(
-                f"mix: no selected sample has {mix.attribute!r} {value!r}; there are: {values}"
+                f"mix: no selected sample has {mix.attribute!r} {value!r}; "
+                f"there are: {', '.join(values[:20])}"
             )
-        sampling = None if weights is None else SystematicSampling(weights[inside], len(inside))
-        parts.append(Part(inside if rows is None else rows[inside], sampling))
+        sampling = None
+        if weights is not None:
+            sampling = SystematicSampling(weights[inside], len(inside))
+        part_rows = inside if rows is None else rows[inside]
+        parts.append(Part(part_rows, sampling))
     return parts
 
 
@@ -327,9 +344,11 @@ class TickSearch:
         self.ends = ends
         last = int(ends[-1])
         self._shift = max(0, last.bit_length() - len(ends).bit_length())
-        small = np.int32 if len(ends) <= np.iinfo(np.int32).max else np.int64
-        runs = np.arange((last >> self._shift) + 1) << self._shift
-        self._guide: NDArray[np.integer] = np.searchsorted(ends, runs, side="right").astype(small)
+        num_runs = (last >> self._shift) + 1
+        runs = np.arange(num_runs) << self._shift
+        first_ends = np.searchsorted(ends, runs, side="right")
+        dtype = np.int32 if len(ends) <= np.iinfo(np.int32).max else np.int64
+        self._guide: NDArray[np.integer] = first_ends.astype(dtype)
 
     def __call__(self, ticks: I64) -> I64:
         """Return indices (int64, (n,)) of the first end above each of ``ticks`` (n,)."""
@@ -337,16 +356,16 @@ class TickSearch:
         for _ in range(_STEPS):
             indices += self.ends.take(indices) <= ticks
         # Behind many samples of little weight.
-        rest = np.flatnonzero(self.ends.take(indices) <= ticks)
+        is_behind = self.ends.take(indices) <= ticks
+        rest = np.flatnonzero(is_behind)
         if rest.size:
             indices[rest] = np.searchsorted(self.ends, ticks[rest], side="right")
         return indices
 
 
 class SystematicEpoch:
-    """The copies of one epoch in stored order: maps 0 ..
-
-    length - 1 to samples, ascending, copies side by side.
+    """The copies of one epoch in stored order: maps copies in [0, length) to samples, ascending,
+    copies side by side.
     """
 
     __slots__ = (
@@ -373,39 +392,37 @@ class SystematicEpoch:
         OrderError for others.
         """
         numbers = as_positions(copies, self._length, "copy")
-        # floor((at * total + phase) / length), in parts that stay under 2**63.
+        # floor((number * total + phase) / length), in parts that stay under 2**63.
         flat = numbers.reshape(-1)
         samples = np.empty_like(flat)
         for first in range(0, flat.size, CHUNK):
-            part = flat[first : first + CHUNK]
+            chunk = slice(first, first + CHUNK)
+            part = flat[chunk]
             ticks = part * self._spacing + (part * self._remainder + self._phase) // self._length
-            samples[first : first + CHUNK] = self._search(ticks)
+            samples[chunk] = self._search(ticks)
         return samples.reshape(numbers.shape)
 
     def first_copies(self, samples: Sequence[int]) -> list[int]:
-        """Return where the copies of each of ``samples`` (0 ..
-
-        n) begin: the number of copies before it.
+        """Return where the copies of each of ``samples`` in [0, n] begin: the number of copies
+        before it.
         """
         total = int(self._ends[-1])
-        starts = [int(self._ends[sample - 1]) if sample else 0 for sample in samples]
-        return [
-            min(
-                max(-(-(start * self._length - self._phase) // total), 0),
-                self._length,
-            )
-            for start in starts
-        ]
+        copies = []
+        for sample in samples:
+            start = int(self._ends[sample - 1]) if sample else 0
+            copy = -(-(start * self._length - self._phase) // total)
+            copies.append(min(max(copy, 0), self._length))
+        return copies
 
     def find(self, samples: ArrayLike, /) -> Occurrences:
         """Return the copies of ``samples`` (integers (n,) in [0, number of samples)); raises
         OrderError for others.
         """
         numbers = as_positions(samples, len(self._ends), "sample")
-        first = np.array(self.first_copies(numbers.tolist()), np.int64)
-        num = np.array(self.first_copies((numbers + 1).tolist()), np.int64) - first
-        indices = np.repeat(np.arange(len(numbers)), num)
-        return Occurrences(
-            indices,
-            np.arange(len(indices)) + (first - np.cumsum(num) + num)[indices],
-        )
+        starts = np.array(self.first_copies(numbers.tolist()), np.int64)
+        ends = np.array(self.first_copies((numbers + 1).tolist()), np.int64)
+        counts = ends - starts
+        indices = np.repeat(np.arange(len(numbers)), counts)
+        shifts = starts - np.cumsum(counts) + counts
+        copies = np.arange(len(indices)) + shifts[indices]
+        return Occurrences(indices, copies)

@@ -118,8 +118,9 @@ class ChannelWindow(Settings, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         check_types(self, OrderError)
-        num_stated = 3 - (self.start, self.end, self.hz).count(None)
-        if num_stated != (0 if self.seconds else 3):
+        num_bounds = 3 - (self.start, self.end, self.hz).count(None)
+        num_needed = 0 if self.seconds else 3
+        if num_bounds != num_needed:
             raise OrderError("a channel's window has seconds=[...], or all of from, to and hz")
         offsets = self.offsets_ns
         if len(offsets) > _MAX_OFFSETS or len(set(offsets)) != len(offsets):
@@ -136,14 +137,17 @@ class ChannelWindow(Settings, frozen=True, kw_only=True):
         if self.start is None or self.end is None or self.hz is None:
             return tuple(round(offset_s * 1e9) for offset_s in self.seconds)
         steps = (self.end - self.start) * self.hz
-        if not (self.hz > 0 and 0 <= steps < _MAX_OFFSETS and abs(steps - round(steps)) < 1e-6):
+        is_in_range = self.hz > 0 and 0 <= steps < _MAX_OFFSETS
+        if not is_in_range or abs(steps - round(steps)) >= 1e-6:
             raise OrderError(
                 f"from {self.start} to {self.end} s at {self.hz} Hz is {steps:g} steps; a "
                 f"whole number in 0 .. {_MAX_OFFSETS - 1} is needed"
             )
-        return tuple(
-            round((self.start + number / self.hz) * 1e9) for number in range(round(steps) + 1)
-        )
+        offsets_ns = []
+        for number in range(round(steps) + 1):
+            offset_s = self.start + number / self.hz
+            offsets_ns.append(round(offset_s * 1e9))
+        return tuple(offsets_ns)
 
     @property
     def reach_ns(self) -> int | None:
@@ -221,7 +225,9 @@ Window: TypeAlias = FrameWindow | TimeWindow
 
 def has_frames(window: Window | None) -> bool:
     """Return whether an axis of frames follows B in a batch."""
-    return isinstance(window, FrameWindow) or (window is not None and IMAGES in window.channels)
+    if isinstance(window, FrameWindow):
+        return True
+    return window is not None and IMAGES in window.channels
 
 
 def as_window(value: Any) -> Window | None:
@@ -231,30 +237,24 @@ def as_window(value: Any) -> Window | None:
     """
     if value is None or isinstance(value, FrameWindow | TimeWindow):
         return value
-    if isinstance(value, str | os.PathLike) or (
-        isinstance(value, Mapping) and value.keys() & {*FrameWindow.__struct_fields__}
-    ):
+    if isinstance(value, str | os.PathLike):
         return as_settings(value, FrameWindow, "window")
     if not isinstance(value, Mapping) or not value:
         raise ConfigError(
             f"window={value!r:.200} must be a FrameWindow or a TimeWindow, a dict of the "
             "fields of one, the path of a YAML file, or None"
         )
-    stated = (
-        value["channels"]
-        if value.keys() == {"channels"} and isinstance(value["channels"], Mapping)
-        else value
-    )
-    plain = {
-        name: {"seconds": offsets} if isinstance(offsets, list | tuple) else offsets
-        for name, offsets in stated.items()
-    }
-    return TimeWindow(
-        {
-            name: as_settings(offsets, ChannelWindow, f"window.{name}")
-            for name, offsets in plain.items()
-        }
-    )
+    if value.keys() & {*FrameWindow.__struct_fields__}:
+        return as_settings(value, FrameWindow, "window")
+    windows = value
+    if value.keys() == {"channels"} and isinstance(value["channels"], Mapping):
+        windows = value["channels"]
+    channels = {}
+    for name, fields in windows.items():
+        if isinstance(fields, list | tuple):
+            fields = {"seconds": fields}
+        channels[name] = as_settings(fields, ChannelWindow, f"window.{name}")
+    return TimeWindow(channels)
 
 
 class WindowSamples(NamedTuple):
@@ -288,27 +288,31 @@ class WindowLookup:
         """Return the windows of ``samples`` (integers (B,), numbers within the split)."""
         current = np.asarray(samples, dtype=np.int64)
         clips = self._clips
-        keys = clips.keys[clips.ranks[current]][:, None] + self._offsets
+        current_keys = clips.keys[clips.ranks[current]]
+        keys = current_keys[:, None] + self._offsets
         # A key that has run over its clip's ends lands between the clips: frames take half of the
         # frame bits.
         places = np.searchsorted(clips.keys, keys)
-        present = clips.keys[np.minimum(places, len(clips) - 1)] == keys
+        last = len(clips) - 1
+        present = clips.keys[np.minimum(places, last)] == keys
         if self.window.pad == "repeat_edge":
             # The first frame behind a missing past one, and the last before a missing future one;
             # both of this clip, as the current frame is on that side.
             places -= ~present & (self._offsets > 0)
-            return WindowSamples(clips.samples[places].astype(np.int64), present)
-        frames = clips.samples[np.where(present, places, 0)].astype(np.int64)
-        return WindowSamples(np.where(present, frames, current[:, None]), present)
+            frames = clips.samples[places].astype(np.int64)
+        else:
+            frames = clips.samples[np.where(present, places, 0)].astype(np.int64)
+            frames = np.where(present, frames, current[:, None])
+        return WindowSamples(frames, present)
 
     def without(self, samples: I64) -> WindowLookup:
         """Return the lookup of clips without these samples; with ``pad="drop"`` nobody asks for
         what shows one.
         """
-        is_whole = self.window.pad == "drop" or not len(samples)
-        if is_whole:
+        if self.window.pad == "drop" or not len(samples):
             return self
-        return window_lookup(self._clips.without(samples), self.window)
+        clips = self._clips.without(samples)
+        return window_lookup(clips, self.window)
 
     def find(self, samples: ArrayLike) -> Occurrences:
         """Return the samples whose windows show ``samples`` (n,), stand-ins included: by sample,
@@ -316,26 +320,31 @@ class WindowLookup:
         """
         clips = self._clips
         numbers = np.asarray(samples, dtype=np.int64)
-        number = clips.clip_numbers()
+        clip_by_rank = clips.clip_numbers()
+        clip_of_sample = clip_by_rank[clips.ranks[numbers]]
         indices = [np.zeros(0, np.int64)]
         window_samples = [np.zeros(0, np.int64)]
-        for index, clip in enumerate(number[clips.ranks[numbers]].tolist()):
-            near = clips.samples[slice(*np.searchsorted(number, (clip, clip + 1)))].astype(np.int64)
-            centres = np.sort(near[(self(near).samples == numbers[index]).any(axis=1)])
+        for index, clip in enumerate(clip_of_sample.tolist()):
+            first, end = np.searchsorted(clip_by_rank, (clip, clip + 1))
+            clip_samples = clips.samples[first:end].astype(np.int64)
+            is_shown = self(clip_samples).samples == numbers[index]
+            centres = np.sort(clip_samples[is_shown.any(axis=1)])
             indices.append(np.full(len(centres), index))
             window_samples.append(centres)
-        return Occurrences(np.concatenate(indices), np.concatenate(window_samples))
+        return Occurrences(
+            np.concatenate(indices),
+            np.concatenate(window_samples),
+        )
 
     def complete(self) -> Mask:
         """Return which samples of the split have all their frames: bool (n,)."""
-        n = len(self._clips)
-        parts = [
-            self(np.arange(low, min(low + _CHUNK, n))).present.all(axis=1)
-            for low in range(0, n, _CHUNK)
-        ]
-        if parts:
-            return np.concatenate(parts)
-        return np.empty(0, dtype=bool)
+        num_samples = len(self._clips)
+        parts: list[Mask] = [np.empty(0, dtype=bool)]
+        for start in range(0, num_samples, _CHUNK):
+            end = min(start + _CHUNK, num_samples)
+            present = self(np.arange(start, end)).present
+            parts.append(np.all(present, axis=1))
+        return np.concatenate(parts)
 
 
 def window_lookup(clips: ClipTable, window: Window) -> WindowLookup:
@@ -361,10 +370,12 @@ class TimeLookup(WindowLookup):
         self.num_rows += 2 * len(self._own)
         assert clips.times_ns is not None, "windows in seconds need the times of the clips"
         self._times = clips.times_ns
-        number = clips.clip_numbers()
-        falls = np.flatnonzero((np.diff(self._times) <= 0) & (number[1:] == number[:-1]))
+        clip = clips.clip_numbers()
+        is_falling = np.diff(self._times) <= 0
+        falls = np.flatnonzero(is_falling & (clip[1:] == clip[:-1]))
         if falls.size:
-            first, second = clips.samples[falls[0] : falls[0] + 2].tolist()
+            rank = falls[0]
+            first, second = clips.samples[rank : rank + 2].tolist()
             raise OrderError(
                 "windows in seconds need times that ascend in each clip; those of samples "
                 f"{first} and {second} of the split, neighbours in a clip, do not: use a "
@@ -377,58 +388,66 @@ class TimeLookup(WindowLookup):
         """
         clips = self._clips
         times = self._times
-        ranks = clips.ranks[np.asarray(samples, dtype=np.int64)].astype(np.int64)[:, None]
+        numbers = np.asarray(samples, dtype=np.int64)
+        ranks = clips.ranks[numbers].astype(np.int64)[:, None]
         first, end = clips.bounds(ranks)
-        wanted_ns = times[ranks] + self._offsets
-        before = self._last_before(wanted_ns, first, end)
+        last = end - 1
+        frame_ns = times[ranks] + self._offsets
+        before = self._last_before(frame_ns, first, end)
         low = np.maximum(before, first)
-        high = np.minimum(before + 1, end - 1)
+        high = np.minimum(before + 1, last)
         nearest = low
         if not self._holds:
-            nearest = np.where(
-                np.abs(times[high] - wanted_ns) < np.abs(wanted_ns - times[low]),
-                high,
-                low,
-            )
-        distance = np.abs(times[nearest] - wanted_ns)
+            low_distance = np.abs(frame_ns - times[low])
+            high_distance = np.abs(times[high] - frame_ns)
+            nearest = np.where(high_distance < low_distance, high, low)
+        distance = np.abs(times[nearest] - frame_ns)
         if self._reach_ns is not None:
             present = distance <= self._reach_ns
-        # the first and the last frame stand for half an interval beyond them, as all others do
         else:
-            edge = np.where(wanted_ns < times[first], first, np.maximum(end - 2, first))
-            half = (times[np.minimum(edge + 1, end - 1)] - times[edge]) // 2
-            inside = (wanted_ns >= times[first] - SAME_NS) & (wanted_ns <= times[end - 1] + SAME_NS)
-            present = inside | (~np.bool_(self._holds) & (distance <= half))
+            first_ns = times[first]
+            present = frame_ns >= first_ns - SAME_NS
+            present &= frame_ns <= times[last] + SAME_NS
+            if not self._holds:
+                # The first and the last frame stand for half an interval beyond them, as all
+                # others do.
+                last_interval = np.maximum(end - 2, first)
+                edge = np.where(frame_ns < first_ns, first, last_interval)
+                behind_edge = np.minimum(edge + 1, last)
+                half_interval = (times[behind_edge] - times[edge]) // 2
+                present |= distance <= half_interval
         if self._holds:
             present &= before >= first
         if self.window.pad != "repeat_edge":
             nearest = np.where(present, nearest, ranks)
-        wanted_ns = times[ranks] + self._own
-        before = self._last_before(wanted_ns, first, end)
+        channel_ns = times[ranks] + self._own
+        before = self._last_before(channel_ns, first, end)
         low = np.maximum(before, first)
-        is_exact = (before < first) | (wanted_ns - times[low] <= SAME_NS)
-        high = np.where(is_exact, low, np.minimum(low + 1, end - 1))
+        is_exact = (before < first) | (channel_ns - times[low] <= SAME_NS)
+        high = np.where(is_exact, low, np.minimum(low + 1, last))
         neighbours = np.stack([low, high], axis=-1).reshape(len(ranks), -1)
-        present = np.pad(present, ((0, 0), (0, neighbours.shape[1])), constant_values=True)
+        num_neighbours = neighbours.shape[1]
+        present = np.pad(
+            present,
+            ((0, 0), (0, num_neighbours)),
+            constant_values=True,
+        )
+        window_ranks = np.hstack([nearest, neighbours])
         return WindowSamples(
-            clips.samples[np.hstack([nearest, neighbours])].astype(np.int64),
+            clips.samples[window_ranks].astype(np.int64),
             present,
         )
 
-    def _last_before(
-        self,
-        times_ns: I64,
-        first: I64,
-        end: I64,
-    ) -> I64:
+    def _last_before(self, times_ns: I64, first: I64, end: I64) -> I64:
         """Return the rank of the last sample at or before each time, ``first`` - 1 where there
         is none: bisection.
         """
+        limits_ns = times_ns + SAME_NS
         low = np.broadcast_to(first - 1, times_ns.shape)
         high = np.broadcast_to(end, times_ns.shape)
         while (is_open := high - low > 1).any():
             middle = (low + high) // 2
-            is_before = self._times[middle] <= times_ns + SAME_NS
+            is_before = self._times[middle] <= limits_ns
             low = np.where(is_open & is_before, middle, low)
             high = np.where(is_open & ~is_before, middle, high)
         return low

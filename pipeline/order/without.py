@@ -53,13 +53,15 @@ class ThinnedOrder:
     def __init__(self, base: EndlessOrder, hidden: Sequence[Rows]) -> None:
         self.base = base
         self.hidden = tuple(hidden)
-        said = (
-            f"{sum(map(len, hidden))} samples "
-            f"{digest(*(part for rows in hidden for part in ([len(rows)], rows)))}"
-        )
+        num_samples = sum(map(len, hidden))
+        numbers: list[ArrayLike] = []
+        for rows in hidden:
+            numbers += [[len(rows)], rows]
+        summary = f"{num_samples} samples {digest(*numbers)}"
+        summaries = base.identity.get("without", ())
         self.identity: dict[str, Any] = {
             **base.identity,
-            "without": [*base.identity.get("without", ()), said],
+            "without": [*summaries, summary],
         }
         self._epoch = lru_cache(maxsize=_EPOCHS_KEPT)(self._thinned)
         if not self.epoch_length:
@@ -84,7 +86,8 @@ class ThinnedOrder:
 
     def selected(self) -> I64:
         """Return the selected samples that are left, ascending: int64 (num_selected,)."""
-        return np.setdiff1d(self.base.selected(), self.hidden[0], assume_unique=True)
+        samples = self.base.selected()
+        return np.setdiff1d(samples, self.hidden[0], assume_unique=True)
 
     def epoch(self, epoch: int, /) -> Epoch:
         """Return one epoch; raise OrderError for an epoch out of range."""
@@ -106,12 +109,12 @@ class ThinnedEpoch(Epoch):
         self._base = base
         self._hidden = hidden
         self._in_packs = in_packs
-        shown_positions = np.concatenate(
-            [base.find(rows, part).positions for part, rows in enumerate(hidden)]
-        )
-        gone, num = np.unique(shown_positions, return_counts=True)
+        positions = [base.find(rows, part).positions for part, rows in enumerate(hidden)]
+        gone, num_hidden = np.unique(np.concatenate(positions), return_counts=True)
         if in_packs:
-            gone = gone[num == np.bincount(base.entries(gone).flags["pack"], minlength=len(gone))]
+            packs = base.entries(gone).flags["pack"]
+            pack_sizes = np.bincount(packs, minlength=len(gone))
+            gone = gone[num_hidden == pack_sizes]
         self._gone = gone
         self._shifts = gone - np.arange(len(gone))
         """How many positions are left before each of those that are gone."""
@@ -129,36 +132,35 @@ class ThinnedEpoch(Epoch):
 
     def entries(self, positions: ArrayLike, /) -> Entries:
         """Return entries at ``positions``; raises OrderError for positions outside."""
-        below = self._base.entries(self._below(positions))
+        entries = self._base.entries(self._below(positions))
         if not self._in_packs:
-            return below
-        mask = ~np.logical_or.reduce(
-            [
-                (below.parts == part) & np.isin(below.samples, rows)
-                for part, rows in enumerate(self._hidden)
-            ]
-        )
-        parts, samples, valid, flags = below
+            return entries
+        is_hidden = np.zeros(entries.samples.shape, bool)
+        for part, rows in enumerate(self._hidden):
+            is_hidden |= (entries.parts == part) & np.isin(entries.samples, rows)
+        mask = ~is_hidden
         return Entries(
-            parts[mask],
-            samples[mask],
-            valid[mask],
-            {name: flag[mask] for name, flag in flags.items()},
+            parts=entries.parts[mask],
+            samples=entries.samples[mask],
+            valid=entries.valid[mask],
+            flags={name: flag[mask] for name, flag in entries.flags.items()},
         )
 
     def find(self, samples: ArrayLike, part: int = 0, /) -> Occurrences:
         """Return where ``samples`` (n,) of a part are shown; those that are left out, nowhere."""
         numbers = np.asarray(samples, dtype=np.int64)
         indices, positions = self._base.find(numbers, part)
-        mask = ~np.isin(numbers[indices], self._hidden[part])
-        indices = indices[mask]
-        positions = positions[mask]
-        return Occurrences(indices, positions - np.searchsorted(self._gone, positions))
+        is_hidden = np.isin(numbers[indices], self._hidden[part])
+        indices = indices[~is_hidden]
+        positions = positions[~is_hidden]
+        num_gone_before = np.searchsorted(self._gone, positions)
+        return Occurrences(indices, positions - num_gone_before)
 
     def _below(self, positions: ArrayLike) -> I64:
         """Return the positions in the whole order."""
         places = as_positions(positions, len(self))
-        return places + np.searchsorted(self._shifts, places, side="right")
+        num_gone_before = np.searchsorted(self._shifts, places, side="right")
+        return places + num_gone_before
 
 
 def hidden_samples(order: EndlessOrder, part: int = 0) -> Rows:
@@ -173,13 +175,16 @@ def hidden_samples(order: EndlessOrder, part: int = 0) -> Rows:
 
 
 def windows_without(
-    windows: Sequence[WindowLookup | None], order: EndlessOrder
+    windows: Sequence[WindowLookup | None],
+    order: EndlessOrder,
 ) -> tuple[WindowLookup | None, ...]:
     """Return the windows of each part, where clips lack the samples that the order leaves out."""
-    return tuple(
-        None if lookup is None else lookup.without(hidden_samples(order, part))
-        for part, lookup in enumerate(windows)
-    )
+    lookups = []
+    for part, lookup in enumerate(windows):
+        if lookup is not None:
+            lookup = lookup.without(hidden_samples(order, part))
+        lookups.append(lookup)
+    return tuple(lookups)
 
 
 def check_unseen(
@@ -202,21 +207,20 @@ def check_unseen(
         before = before.base
     if before is order:
         return
-    showing = []
+    rows_of_parts = []
     for part, lookup in enumerate(windows_without(windows, before)):
-        rows = np.setdiff1d(hidden_samples(order, part), hidden_samples(before, part))
+        hidden = hidden_samples(order, part)
+        rows = np.setdiff1d(hidden, hidden_samples(before, part))
         # Else they have the samples whose windows show them.
         if lookup is not None and lookup.window.pad != "drop":
             rows = lookup.find(rows).positions
-        showing.append(rows)
+        rows_of_parts.append(rows)
     for epoch in range(place.epoch + 1):
         in_order = before.epoch(epoch)
-        end = (
-            place.samples_consumed
-            if epoch == place.epoch
-            else len(in_order) // full_batch * full_batch
-        )
-        for part, rows in enumerate(showing):
+        end = place.samples_consumed
+        if epoch < place.epoch:
+            end = len(in_order) // full_batch * full_batch
+        for part, rows in enumerate(rows_of_parts):
             positions = in_order.find(rows, part).positions
             if (positions < end).any():
                 raise StateMismatchError(

@@ -19,19 +19,20 @@ def usable_cpus(cgroup: Path = _CGROUP) -> float:
     """Return the CPUs that this process may use: its affinity mask, cut to its container's quota
     (cgroup 2, then 1).
     """
-    allowed = float(
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    for folder in _cgroups(cgroup, ""):
-        quota, period = (_read(folder / "cpu.max") or "max 100000").split()
+    num_cpus = float(os.cpu_count() or 1)
+    if hasattr(os, "sched_getaffinity"):
+        num_cpus = float(len(os.sched_getaffinity(0)))
+    for folder in _cgroups(cgroup, controller=""):
+        limit = _read(folder / "cpu.max") or "max 100000"
+        quota, period = limit.split()
         if quota != "max":
-            allowed = min(allowed, int(quota) / int(period))
-    for folder in _cgroups(cgroup / "cpu", "cpu"):
+            num_cpus = min(num_cpus, int(quota) / int(period))
+    for folder in _cgroups(cgroup / "cpu", controller="cpu"):
         quota = _read(folder / "cpu.cfs_quota_us") or "-1"
         period = _read(folder / "cpu.cfs_period_us") or "100000"
         if quota != "-1":
-            allowed = min(allowed, int(quota) / int(period))
-    return allowed
+            num_cpus = min(num_cpus, int(quota) / int(period))
+    return num_cpus
 
 
 def num_usable_cpus() -> int:
@@ -48,12 +49,15 @@ def _cgroups(root: Path, controller: str) -> list[Path]:
     ``controller`` is one of version 1; "" is for version 2. In a container the innermost one mostly
     is ``root``.
     """
-    for line in (_read(_OWN_CGROUPS) or "").splitlines():
+    own_cgroups = _read(_OWN_CGROUPS) or ""
+    for line in own_cgroups.splitlines():
         _, controllers, path = line.split(":", 2)
-        if controller in controllers.split(",") and ".." not in path:
-            innermost = root / path.lstrip("/")
-            inner = [folder for folder in innermost.parents if root in folder.parents]
-            return list(dict.fromkeys([innermost, *inner, root]))
+        if controller not in controllers.split(",") or ".." in path:
+            continue
+        innermost = root / path.lstrip("/")
+        between = [folder for folder in innermost.parents if root in folder.parents]
+        folders = [innermost, *between, root]
+        return list(dict.fromkeys(folders))
     return [root]
 
 
@@ -71,8 +75,12 @@ def free_memory_bytes(meminfo: Path = _MEMINFO) -> int:
     """Return the memory of the machine that can be taken now without swapping, as the kernel
     states it.
     """
-    lines = dict(line.split(":", 1) for line in meminfo.read_text(encoding="ascii").splitlines())
-    return int(lines["MemAvailable"].split()[0]) * 1024
+    fields = {}
+    for line in meminfo.read_text(encoding="ascii").splitlines():
+        name, value = line.split(":", 1)
+        fields[name] = value
+    available_kib = fields["MemAvailable"].split()[0]
+    return int(available_kib) * 1024
 
 
 def available_memory_bytes(cgroup: Path = _CGROUP, meminfo: Path = _MEMINFO) -> int:
@@ -83,7 +91,8 @@ def available_memory_bytes(cgroup: Path = _CGROUP, meminfo: Path = _MEMINFO) -> 
     limit = memory_limit_bytes(cgroup)
     if limit is None:
         return free
-    return min(free, max(0, limit - int(_read(cgroup / "memory.current") or 0)))
+    used_bytes = int(_read(cgroup / "memory.current") or 0)
+    return min(free, max(0, limit - used_bytes))
 
 
 def ranks_on_host() -> int:

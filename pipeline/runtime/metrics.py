@@ -115,8 +115,13 @@ _STAGE: Final = {
 }
 """Fields of `StageClock`."""
 
-HELP: Final = dict((*_STORAGE.values(), *_LOADER.values(), *_STAGE.values())) | {
-    "fuelrail_stage_seconds_total": "thread-seconds by state: busy in work, starved for input, blocked for room",
+HELP: Final = {
+    **dict(_STORAGE.values()),
+    **dict(_LOADER.values()),
+    **dict(_STAGE.values()),
+    "fuelrail_stage_seconds_total": (
+        "thread-seconds by state: busy in work, starved for input, blocked for room"
+    ),
 }
 
 
@@ -143,15 +148,15 @@ def loader_metrics(stats: LoaderCounters, labels: Mapping[str, str]) -> list[Met
     for clock in stats.stages:
         stage_labels = {**labels, "stage": clock.name}
         metrics += _metrics(_STAGE, clock, stage_labels)
-        metrics += [
-            Metric(
+        for state in ("busy", "starved", "blocked"):
+            seconds = Metric(
                 "fuelrail_stage_seconds_total",
-                {**stage_labels, "state": state},
-                getattr(clock, f"{state}_s"),
+                labels={**stage_labels, "state": state},
+                value=getattr(clock, f"{state}_s"),
             )
-            for state in ("busy", "starved", "blocked")
-        ]
-    return metrics + _metrics(_STORAGE, stats.storage, {**labels, "backend": stats.storage.backend})
+            metrics.append(seconds)
+    storage_labels = {**labels, "backend": stats.storage.backend}
+    return metrics + _metrics(_STORAGE, stats.storage, storage_labels)
 
 
 def _metrics(

@@ -41,13 +41,21 @@ class Progress:
     """Shows the last text that :meth:`update` was given, until the end of the ``with`` block.
 
     Where stderr is not a terminal (CI, a batch job's log) it is printed every ``every_s`` seconds,
-    with the time since the start, so that a run that takes minutes is seen to live. Rich is imported
-    for a terminal alone.
+    with the time since the start, so that a run that takes minutes is seen to live. Rich is
+    imported for a terminal alone.
     """
 
-    def __init__(self, text: str, console: Console | None = None, every_s: float = 60.0) -> None:
-        self._file = sys.stderr if console is None else console.file
-        is_terminal = sys.stderr.isatty() if console is None else console.is_terminal
+    def __init__(
+        self,
+        text: str,
+        console: Console | None = None,
+        every_s: float = 60.0,
+    ) -> None:
+        self._file = sys.stderr
+        is_terminal = sys.stderr.isatty()
+        if console is not None:
+            self._file = console.file
+            is_terminal = console.is_terminal
         self._status: Status | PlainStatus | None = None
         if is_terminal:
             try:
@@ -59,26 +67,37 @@ class Progress:
                 self._status = PlainStatus()
         self._text = text
         self._every_s = every_s
-        self._start = self._updated = time.monotonic()
+        now = time.monotonic()
+        self._start = now
+        self._updated = now
         self._first: tuple[float, float] | None = None
+        """When the first update came from which the time left is estimated, and its share."""
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._print, name="fuelrail-progress", daemon=True)
+        self._thread = threading.Thread(
+            target=self._print,
+            name="fuelrail-progress",
+            daemon=True,
+        )
 
     def due(self) -> bool:
         """Return whether an update is due: always on a terminal, every 10 s elsewhere."""
-        return self._status is not None or time.monotonic() - self._updated >= _FRESH_S
+        if self._status is not None:
+            return True
+        return time.monotonic() - self._updated >= _FRESH_S
 
     def update(self, text: str, done: float = 0.0) -> None:
         """Show another text; ``done`` is the share of the work that is done, which the time left
         is estimated from.
         """
-        now = self._updated = time.monotonic()
+        now = time.monotonic()
+        self._updated = now
         if self._first is None or done < self._first[1]:
             self._first = now, done
-        since, before = self._first
-        if before < done < 1.0:
-            left_s = (now - since) * (1.0 - done) / (done - before)
-            text = f"{text}, {_duration(left_s)} left"
+        first_time, first_share = self._first
+        if first_share < done < 1.0:
+            elapsed_s = now - first_time
+            remaining_s = elapsed_s * (1.0 - done) / (done - first_share)
+            text = f"{text}, {_duration(remaining_s)} left"
         self._text = text
         if self._status is not None:
             self._status.update(text)
@@ -99,8 +118,8 @@ class Progress:
 
     def _print(self) -> None:
         while not self._ended.wait(self._every_s):
-            since = _duration(time.monotonic() - self._start)
-            self._file.write(f"{since}: {self._text}\n")
+            elapsed_s = time.monotonic() - self._start
+            self._file.write(f"{_duration(elapsed_s)}: {self._text}\n")
             self._file.flush()
 
 
@@ -109,4 +128,7 @@ def _duration(seconds: float) -> str:
     if seconds < 60:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+    if minutes < 60:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min"

@@ -194,7 +194,12 @@ class _Crew:
 class _Run:
     """The threads of one pipeline, and what they wait at; never the pipeline itself."""
 
-    def __init__(self, pid: int, parts: Sequence[Source | Link], crews: Sequence[_Crew]) -> None:
+    def __init__(
+        self,
+        pid: int,
+        parts: Sequence[Source | Link],
+        crews: Sequence[_Crew],
+    ) -> None:
         self.pid = pid
         self.parts = parts
         self.crews = crews
@@ -412,7 +417,8 @@ def _take_group(
     it is used.
     """
     items: list[Any] = []
-    while not items or len(items) < (size if isinstance(size, int) else size(items[0])):
+    limit = 1
+    while len(items) < limit:
         _, item = inbox.get()
         if isinstance(item, Failure):
             return number, item
@@ -421,6 +427,7 @@ def _take_group(
                 return number, items
             return number, END
         items.append(item)
+        limit = size if isinstance(size, int) else size(items[0])
     return number, items
 
 
@@ -449,7 +456,7 @@ def _observe(
     """Call the observer; return the item, or the observer's failure in its place."""
     try:
         observer(stage, position, batch, begin_s, end_s)
-    except BaseException as error:  # noqa: BLE001 - a thread that dies of it would leave the consumer waiting for ever
+    except BaseException as error:  # noqa: BLE001 - else the consumer would wait for ever
         if isinstance(item, Failure):
             return item
         return _failure(f"the observer failed at stage '{stage}'", error)
@@ -487,17 +494,15 @@ def origin_of(error: BaseException) -> str:
     if isinstance(error.__cause__, RemoteError):
         return error.__cause__.origin
     lines = traceback.extract_tb(error.__traceback__)
-    origin = next(
-        (line for line in reversed(lines) if "site-packages" not in line.filename),
-        lines[-1],
-    )
+    own_lines = [line for line in lines if "site-packages" not in line.filename]
+    origin = (own_lines or lines)[-1]
     return f"{origin.filename}:{origin.lineno} in {origin.name}"
 
 
 def _text(subject: object) -> str:
     try:
         return str(subject)
-    except Exception:  # noqa: BLE001 - a foreign __str__ must not hide the error that it is asked for
+    except Exception:  # noqa: BLE001 - a foreign __str__ must not hide the error
         return f"a {type(subject).__name__} without a text"
 
 

@@ -120,16 +120,24 @@ def digest(metrics: Sequence[Metric], time_s: float) -> Reading:
                 f"{shortened(name)} is {value}; a loader's metrics are numbers of at most "
                 f"{_MAX_COUNT:g}"
             )
-        values[tuple(filter(None, (name, labels.get("stage"), labels.get("state"))))] = value
-    stages = list(dict.fromkeys(labels["stage"] for _, labels, _ in metrics if "stage" in labels))
+        parts = (name, labels.get("stage"), labels.get("state"))
+        values[tuple(filter(None, parts))] = value
+    stage_labels = [labels["stage"] for _, labels, _ in metrics if "stage" in labels]
+    stages = list(dict.fromkeys(stage_labels))
     if len(stages) > _MAX_STAGES:
         raise ValueError(f"{len(stages):,} stages; a loader has at most {_MAX_STAGES}")
     for stage in stages:
         lacks = [name for name in _OF_A_STAGE if (name, stage) not in values]
         if lacks:
             raise ValueError(f"{', '.join(lacks)} lacks for stage '{shortened(stage)}'")
-    rank = next((labels["rank"] for _, labels, _ in metrics if "rank" in labels), "?")
-    return Reading(time_s, rank, values, stages)
+    ranks = [labels["rank"] for _, labels, _ in metrics if "rank" in labels]
+    rank = ranks[0] if ranks else "?"
+    return Reading(
+        time_s=time_s,
+        rank=rank,
+        values=values,
+        stages=stages,
+    )
 
 
 def compare(before: Reading, now: Reading) -> RankView:
@@ -137,27 +145,26 @@ def compare(before: Reading, now: Reading) -> RankView:
     length_s = max(now.time_s - before.time_s, 1e-9)
 
     def grown(*key: str) -> float:
-        return max(0.0, now.values.get(key, 0.0) - before.values.get(key, 0.0))
+        growth = now.values.get(key, 0.0) - before.values.get(key, 0.0)
+        return max(0.0, growth)
 
     rows = []
     for stage in now.stages:
-        states = {
-            state: grown("fuelrail_stage_seconds_total", stage, state)
-            for state in ("busy", "starved", "blocked")
-        }
-        total_s = sum(states.values()) or 1.0
-        rows.append(
-            StageRow(
-                name=stage,
-                threads=int(now.values["fuelrail_stage_threads", stage]),
-                items_per_s=grown("fuelrail_stage_items_total", stage) / length_s,
-                busy=states["busy"] / total_s,
-                starved=states["starved"] / total_s,
-                blocked=states["blocked"] / total_s,
-                queue=int(now.values["fuelrail_stage_queue", stage]),
-                capacity=int(now.values["fuelrail_stage_queue_capacity", stage]),
-            )
+        busy_s = grown("fuelrail_stage_seconds_total", stage, "busy")
+        starved_s = grown("fuelrail_stage_seconds_total", stage, "starved")
+        blocked_s = grown("fuelrail_stage_seconds_total", stage, "blocked")
+        total_s = busy_s + starved_s + blocked_s or 1.0
+        row = StageRow(
+            name=stage,
+            threads=int(now.values["fuelrail_stage_threads", stage]),
+            items_per_s=grown("fuelrail_stage_items_total", stage) / length_s,
+            busy=busy_s / total_s,
+            starved=starved_s / total_s,
+            blocked=blocked_s / total_s,
+            queue=int(now.values["fuelrail_stage_queue", stage]),
+            capacity=int(now.values["fuelrail_stage_queue_capacity", stage]),
         )
+        rows.append(row)
     return RankView(
         rank=now.rank,
         batches_per_s=grown("fuelrail_batches_total") / length_s,
@@ -197,7 +204,8 @@ def draw(views: Sequence[RankView]) -> Group:
                 justify="left" if title in ("stage", "queue") else "right",
             )
         for row in view.stages:
-            filled = round(_BAR * min(1.0, row.queue / max(1, row.capacity)))
+            share = row.queue / max(1, row.capacity)
+            filled = round(_BAR * min(1.0, share))
             table.add_row(
                 Text(shortened(row.name)),  # a plain string would be read as markup
                 str(row.threads),
@@ -246,7 +254,11 @@ def top(
     return views
 
 
-def show(urls: Sequence[str], options: TopOptions, console: Console | None = None) -> None:
+def show(
+    urls: Sequence[str],
+    options: TopOptions,
+    console: Console | None = None,
+) -> None:
     """Show the endpoints, each interval, until interrupted or until the last loader has ended.
 
     A terminal shows the last interval, in place; a file or a pipe gets one after another.

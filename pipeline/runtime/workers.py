@@ -49,7 +49,11 @@ def one_at_a_time(num_bytes: int) -> AbstractContextManager[object]:
     return _large if num_bytes > LARGE_BYTES else _ANY_TIME
 
 
-def in_threads(work: Callable[[A], B], items: Iterable[A], num_threads: int) -> Iterator[B]:
+def in_threads(
+    work: Callable[[A], B],
+    items: Iterable[A],
+    num_threads: int,
+) -> Iterator[B]:
     """Yield ``work(item)`` for each item, in order; items that are not started when the caller
     stops never are.
 
@@ -59,7 +63,11 @@ def in_threads(work: Callable[[A], B], items: Iterable[A], num_threads: int) -> 
         yield from _in_order(pool, work, items, num_threads)
 
 
-def in_processes(work: Callable[[A], B], items: Iterable[A], num_processes: int) -> Iterator[B]:
+def in_processes(
+    work: Callable[[A], B],
+    items: Iterable[A],
+    num_processes: int,
+) -> Iterator[B]:
     """Yield ``work(item)`` for each item, in order, as `in_threads` does; ``work``, items and
     results are pickled.
 
@@ -71,7 +79,13 @@ def in_processes(work: Callable[[A], B], items: Iterable[A], num_processes: int)
     context = multiprocessing.get_context("spawn")
     try:
         with ProcessPoolExecutor(num_processes, context, set_up_worker) as pool:
-            yield from _in_order(pool, work, items, num_processes, starting=ctrl_c_waits)
+            yield from _in_order(
+                pool,
+                work,
+                items,
+                num_processes,
+                starting=ctrl_c_waits,
+            )
     except BrokenProcessPool as error:
         raise FuelrailError(
             "a worker process died: it was killed, perhaps for lack of memory (use fewer "

@@ -37,23 +37,21 @@ from fuelrail.pipeline.text import repeated_key, shortened
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-_DTYPES: Final = {
-    name: np.dtype(code)
-    for name, code in {
-        "BOOL": "?",
-        "U8": "u1",
-        "I8": "i1",
-        "U16": "<u2",
-        "I16": "<i2",
-        "F16": "<f2",
-        "U32": "<u4",
-        "I32": "<i4",
-        "F32": "<f4",
-        "U64": "<u8",
-        "I64": "<i8",
-        "F64": "<f8",
-    }.items()
+_DTYPE_CODES: Final = {
+    "BOOL": "?",
+    "U8": "u1",
+    "I8": "i1",
+    "U16": "<u2",
+    "I16": "<i2",
+    "F16": "<f2",
+    "U32": "<u4",
+    "I32": "<i4",
+    "F32": "<f4",
+    "U64": "<u8",
+    "I64": "<i8",
+    "F64": "<f8",
 }
+_DTYPES: Final = {name: np.dtype(code) for name, code in _DTYPE_CODES.items()}
 
 _LITTLE: Final = "<|=" if sys.byteorder == "little" else "<|"
 
@@ -93,10 +91,9 @@ def write_tensors(tensors: Mapping[str, NDArray[np.generic]]) -> bytes:
     same bytes.
     """
     arrays = {name: _plain(array) for name, array in tensors.items()}
-    start, order = _header(
-        tuple((name, array.dtype, array.shape) for name, array in arrays.items())
-    )
-    return b"".join((start, *(arrays[name].data for name in order)))
+    specs = [(name, array.dtype, array.shape) for name, array in arrays.items()]
+    header, order = _header(tuple(specs))
+    return b"".join((header, *(arrays[name].data for name in order)))
 
 
 def write_stacked(tensors: Mapping[str, NDArray[np.generic]]) -> list[bytes]:
@@ -104,52 +101,50 @@ def write_stacked(tensors: Mapping[str, NDArray[np.generic]]) -> list[bytes]:
     of the same length.
     """
     arrays = {name: _plain(array) for name, array in tensors.items()}
-    start, order = _header(
-        tuple((name, array.dtype, array.shape[1:]) for name, array in arrays.items())
-    )
+    specs = [(name, array.dtype, array.shape[1:]) for name, array in arrays.items()]
+    header, order = _header(tuple(specs))
     num_records = len(arrays[order[0]])
-    parts = [np.broadcast_to(np.frombuffer(start, np.uint8), (num_records, len(start)))]
-    parts += [
-        arrays[name].reshape(num_records, -1).view(np.uint8) for name in order if arrays[name].size
-    ]
-    return [record.tobytes() for record in np.concatenate(parts, axis=1)]
+    header_bytes = np.frombuffer(header, np.uint8)
+    parts = [np.broadcast_to(header_bytes, (num_records, len(header)))]
+    for name in order:
+        array = arrays[name]
+        if array.size:
+            parts.append(array.reshape(num_records, -1).view(np.uint8))
+    records = np.concatenate(parts, axis=1)
+    return [record.tobytes() for record in records]
 
 
-def write_parts(tensors: Mapping[str, NDArray[np.generic]], counts: Sequence[int]) -> list[bytes]:
+def write_parts(
+    tensors: Mapping[str, NDArray[np.generic]],
+    counts: Sequence[int],
+) -> list[bytes]:
     """Do :func:`write_tensors` for many records at once, whose rows follow each other;
     ``counts`` are rows of each.
     """
     arrays = {name: _plain(array) for name, array in tensors.items()}
-    heads = {
-        count: _header(
-            tuple((name, array.dtype, (count, *array.shape[1:])) for name, array in arrays.items())
-        )
-        for count in set(counts)
-    }
-    rows = {
-        name: (
-            array.reshape(-1).view(np.uint8).data,
-            array.itemsize * math.prod(array.shape[1:]),
-        )
-        for name, array in arrays.items()
-    }
+    headers = {}
+    for count in set(counts):
+        specs = []
+        for name, array in arrays.items():
+            shape = (count, *array.shape[1:])
+            specs.append((name, array.dtype, shape))
+        headers[count] = _header(tuple(specs))
+    array_bytes = {}
+    row_sizes = {}
+    for name, array in arrays.items():
+        array_bytes[name] = array.reshape(-1).view(np.uint8).data
+        row_sizes[name] = array.itemsize * math.prod(array.shape[1:])
     records = []
     first = 0
     for count in counts:
-        start, order = heads[count]
-        last = first + count
-        records.append(
-            b"".join(
-                (
-                    start,
-                    *[
-                        data[first * size : last * size]
-                        for data, size in map(rows.__getitem__, order)
-                    ],
-                )
-            )
-        )
-        first = last
+        header, order = headers[count]
+        end = first + count
+        parts: list[Buffer] = [header]
+        for name in order:
+            row_size = row_sizes[name]
+            parts.append(array_bytes[name][first * row_size : end * row_size])
+        records.append(b"".join(parts))
+        first = end
     return records
 
 
@@ -168,16 +163,14 @@ def _header(
     order of their data.
     """
     # Imported here, for orders need no arrays of samples.
-    from safetensors.numpy import (
-        save,
-    )
+    from safetensors.numpy import save
 
-    document = bytes(save({name: np.zeros(shape, dtype) for name, dtype, shape in specs}))
-    end = 8 + int.from_bytes(document[:8], "little")
-    begins = {
-        name: entry.data_offsets for name, entry in _header_decoder.decode(document[8:end]).items()
-    }
-    return document[:end], tuple(sorted(begins, key=lambda name: begins[name]))
+    zeros = {name: np.zeros(shape, dtype) for name, dtype, shape in specs}
+    document = bytes(save(zeros))
+    header_end = 8 + int.from_bytes(document[:8], "little")
+    entries = _header_decoder.decode(document[8:header_end])
+    order = sorted(entries, key=lambda name: entries[name].data_offsets)
+    return document[:header_end], tuple(order)
 
 
 def read_tensors(data: Buffer) -> dict[str, NDArray[np.generic]]:
@@ -253,9 +246,10 @@ def read_layout(data: Buffer) -> TensorLayout:
     if len(view) < 8:
         raise SchemaError(f"{len(view)} bytes are too few for safetensors")
     header_bytes = int.from_bytes(view[:8], "little")
-    if not header_bytes <= min(len(view) - 8, _MAX_HEADER_BYTES):
+    if header_bytes > min(len(view) - 8, _MAX_HEADER_BYTES):
         raise SchemaError(f"safetensors header of {header_bytes} bytes in a buffer of {len(view)}")
-    header = bytes(view[8 : 8 + header_bytes])
+    header_end = 8 + header_bytes
+    header = bytes(view[8:header_end])
     if header_bytes <= _MAX_KNOWN_HEADER_BYTES:
         return _known_layout(header)
     return _parse(header)
@@ -272,7 +266,8 @@ def _parse(header: bytes) -> TensorLayout:
     if twice is not None:
         raise SchemaError(f"safetensors header: '{shortened(twice)}' occurs twice")
     position = 0
-    for begin, end in sorted(entry.data_offsets for entry in entries.values()):
+    spans = [entry.data_offsets for entry in entries.values()]
+    for begin, end in sorted(spans):
         if begin != position:
             raise SchemaError(
                 f"a tensor at byte {begin} where byte {position} is the next: a hole or an overlap"
@@ -286,7 +281,8 @@ def _parse(header: bytes) -> TensorLayout:
             raise SchemaError(
                 f"tensor '{name}' has dtype {entry.dtype!r}; known: {', '.join(_DTYPES)}"
             )
-        if end - begin != math.prod(entry.shape) * dtype.itemsize:
+        num_bytes = math.prod(entry.shape) * dtype.itemsize
+        if end - begin != num_bytes:
             raise SchemaError(
                 f"tensor '{name}' {entry.dtype}{list(entry.shape)} does not fit bytes "
                 f"{begin} to {end}"
@@ -307,13 +303,10 @@ _known_layout = functools.lru_cache(maxsize=512)(_parse)
 def write_npy(array: NDArray[np.generic]) -> bytes:
     """Serialise one array as ``.npy`` version 1.0, C order; never pickles."""
     contiguous = np.asarray(array, order="C")
+    header = _npy_start(contiguous.dtype, contiguous.shape)
     # As bytes: a buffer cannot say every dtype there is (datetime64).
-    return b"".join(
-        (
-            _npy_start(contiguous.dtype, contiguous.shape),
-            contiguous.reshape(-1).view(np.uint8).data,
-        )
-    )
+    data = contiguous.reshape(-1).view(np.uint8).data
+    return b"".join((header, data))
 
 
 @functools.lru_cache(maxsize=512)
@@ -374,7 +367,8 @@ def _npy_header(
         raise ValueError("its shape is not a tuple")
     if not all(map(_SIZE.fullmatch, sizes)):
         raise ValueError("odd shapes are refused")
-    return dtype, tuple(map(int, sizes)), "F" if match[2] == b"True" else "C"
+    order: Literal["C", "F"] = "F" if match[2] == b"True" else "C"
+    return dtype, tuple(map(int, sizes)), order
 
 
 @functools.lru_cache(maxsize=512)

@@ -155,9 +155,8 @@ def _check_scans(encoded: Buffer, width: int, height: int) -> None:
 def _probe_jpeg(encoded: Buffer) -> ImageInfo:
     end = len(encoded)
     position = 2
-    sof: tuple[int, int, int, int, int, bytes] | None = (
-        None  # marker, precision, height, width, count, factors
-    )
+    # Marker, precision, height, width, count, factors.
+    sof: tuple[int, int, int, int, int, bytes] | None = None
     restart_interval = 0
     orientation = 1
     frame_at = 0
@@ -195,7 +194,8 @@ def _probe_jpeg(encoded: Buffer) -> ImageInfo:
             and length >= 16
             and encoded[position + 4 : position + 10] == b"Exif\0\0"
         ):
-            orientation = _exif_orientation(bytes(encoded[position + 10 : position + 2 + length]))
+            tiff = encoded[position + 10 : position + 2 + length]
+            orientation = _exif_orientation(bytes(tiff))
         elif marker <= 0xFFCF and marker not in (0xFFC8, 0xFFCC):
             if sof is not None:
                 raise ImageError(f"JPEG header is broken: a second frame header at byte {position}")
@@ -207,13 +207,15 @@ def _probe_jpeg(encoded: Buffer) -> ImageInfo:
                     f"JPEG header is broken: frame header of {length} bytes for {count} components"
                 )
             frame_at = position
+            components_end = position + 10 + 3 * count
+            factors = bytes(encoded[position + 11 : components_end : 3])
             sof = (
                 marker - 0xFFC0,
                 precision,
                 height,
                 width,
                 count,
-                bytes(encoded[position + 11 : position + 10 + 3 * count : 3]),
+                factors,
             )
         position += 2 + length
     if sof is None:
@@ -231,7 +233,8 @@ def _probe_jpeg(encoded: Buffer) -> ImageInfo:
         )
     if not _FACTORS.issuperset(factors):
         raise ImageError(f"JPEG header is broken: sampling factors {factors.hex(' ')}")
-    if not _is_decodable(factors):
+    subsampling = _subsampling(factors)
+    if subsampling is None:
         raise ImageError(
             f"JPEG with the sampling factors {factors.hex(' ')} is not supported: "
             f"{_REENCODE} of 4:4:4 or 4:2:0"
@@ -244,7 +247,7 @@ def _probe_jpeg(encoded: Buffer) -> ImageInfo:
         format="jpeg",
         num_components=count,
         bits=8,
-        subsampling=_subsampling(factors),
+        subsampling=subsampling,
         progressive=kind == 2,
         restart_interval=restart_interval,
         orientation=orientation,
@@ -254,41 +257,41 @@ def _probe_jpeg(encoded: Buffer) -> ImageInfo:
 
 
 @functools.lru_cache(256)
-def _is_decodable(factors: bytes) -> bool:
-    """Return whether libjpeg decodes these 0xHV factors: whole ratios, and at most ten blocks in
-    an MCU.
+def _subsampling(factors: bytes) -> str | None:
+    """Name the chroma subsampling of 0xHV sampling factors; None where libjpeg does not decode
+    them: it takes whole ratios, and at most ten blocks in an MCU.
     """
     if len(factors) == 1:
-        return True
+        return "gray"
     across = [factor >> 4 for factor in factors]
     down = [factor & 15 for factor in factors]
     num_blocks = sum(a * b for a, b in zip(across, down, strict=True))
-    are_whole = all(max(sides) % side == 0 for sides in (across, down) for side in sides)
-    return num_blocks <= _MOST_BLOCKS_OF_MCU and are_whole
-
-
-@functools.lru_cache(256)
-def _subsampling(factors: bytes) -> str:
-    """Name the chroma subsampling of 0xHV sampling factors."""
-    if len(factors) == 1:
-        return "gray"
-    luma = factors[0]
-    chroma = factors[1]
-    if factors[2] != chroma or (luma >> 4) % (chroma >> 4) or (luma & 15) % (chroma & 15):
+    if num_blocks > _MOST_BLOCKS_OF_MCU:
+        return None
+    for sides in (across, down):
+        largest = max(sides)
+        if any(largest % side for side in sides):
+            return None
+    luma_across, chroma_across = across[:2]
+    luma_down, chroma_down = down[:2]
+    if factors[2] != factors[1] or luma_across % chroma_across or luma_down % chroma_down:
         return "other"
-    return _SUBSAMPLING.get(((luma >> 4) // (chroma >> 4), (luma & 15) // (chroma & 15)), "other")
+    ratios = (luma_across // chroma_across, luma_down // chroma_down)
+    return _SUBSAMPLING.get(ratios, "other")
 
 
 def _exif_orientation(tiff: bytes) -> int:
     """Return tag 0x0112 of the first directory; 1 where it is absent, malformed or out of range."""
-    order = {b"II*\0": "<", b"MM\0*": ">"}.get(tiff[:4])
+    orders = {b"II*\0": "<", b"MM\0*": ">"}
+    order = orders.get(tiff[:4])
     if order is None:
         return 1
     try:
         (start,) = struct.unpack_from(order + "I", tiff, 4)
         (num_entries,) = struct.unpack_from(order + "H", tiff, start)
         for entry in range(min(num_entries, 64)):
-            tag, _, _, value = struct.unpack_from(order + "HHIH", tiff, start + 2 + 12 * entry)
+            place = start + 2 + 12 * entry
+            tag, _, _, value = struct.unpack_from(order + "HHIH", tiff, place)
             if tag == 0x0112:
                 if 1 <= value <= 8:
                     return int(value)

@@ -19,6 +19,7 @@ check.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Final, TypeAlias, TypeVar, get_type_hints
@@ -164,15 +165,16 @@ class Geometry:
 
     def of_cameras(self, rows: Sequence[int]) -> Geometry:
         """Return it with these rows of the cameras alone."""
-        in_a_row = range(rows[0], rows[0] + len(rows)) if rows else range(0)
-        # A slice is a view, and costs a fraction of a copy.
-        selector: Any = slice(in_a_row.start, in_a_row.stop) if [*rows] == [*in_a_row] else [*rows]
-        return Geometry(
-            *[
-                getattr(self, name)[selector] if shape[0] == "N" else getattr(self, name)
-                for name, _, shape in ARRAYS[Geometry]
-            ]
-        )
+        first = rows[0] if rows else 0
+        end = first + len(rows)
+        selector: Any = list(rows)
+        if selector == list(range(first, end)):
+            selector = slice(first, end)  # a view, which costs a fraction of a copy
+        arrays = []
+        for name, _, shape in ARRAYS[Geometry]:
+            array = getattr(self, name)
+            arrays.append(array[selector] if shape[0] == "N" else array)
+        return Geometry(*arrays)
 
     def cam2keyego(self, key2global: F64 | None = None) -> F64:
         """Return (N, 4, 4): each camera at its exposure to ego at the sample's time, through both
@@ -182,9 +184,9 @@ class Geometry:
         axes.
         """
         origin = self.ego2global if key2global is None else key2global
-        return np.asarray(
-            invert_rigid(origin)[..., None, :, :] @ (self.cam_ego2global @ self.cam2ego)
-        )
+        global2ego = invert_rigid(origin)
+        cam2global = self.cam_ego2global @ self.cam2ego
+        return np.asarray(global2ego[..., None, :, :] @ cam2global)
 
     def ego2cam(self) -> F64:
         """Return (N, 4, 4): ego at the sample's time to each camera at its exposure."""
@@ -194,18 +196,23 @@ class Geometry:
         """Return (N, 4, 4): ego at the sample's time to homogeneous pixels (u d, v d, d, 1) of
         the stored image.
         """
-        return np.asarray(homogeneous(self.intrinsics) @ self.ego2cam())
+        cam2img = homogeneous(self.intrinsics)
+        return np.asarray(cam2img @ self.ego2cam())
 
     def lidar2keyego(self, lidar: int = 0) -> F64:
         """Return (4, 4): one lidar at its own time to ego at the sample's time."""
-        lidar2global = self.lidar_ego2global[..., lidar, :, :] @ self.lidar2ego[..., lidar, :, :]
-        return np.asarray(invert_rigid(self.ego2global) @ lidar2global)
+        lidar2ego = self.lidar2ego[..., lidar, :, :]
+        lidar_ego2global = self.lidar_ego2global[..., lidar, :, :]
+        lidar2global = lidar_ego2global @ lidar2ego
+        global2ego = invert_rigid(self.ego2global)
+        return np.asarray(global2ego @ lidar2global)
 
     def lidar2img(self, lidar: int = 0) -> F64:
         """Return (N, 4, 4): one lidar at its own time to homogeneous pixels, by both ego poses
         (as mmdet3d's).
         """
-        return np.asarray(self.ego2img() @ self.lidar2keyego(lidar)[..., None, :, :])
+        lidar2ego = self.lidar2keyego(lidar)
+        return np.asarray(self.ego2img() @ lidar2ego[..., None, :, :])
 
 
 def box_corners(boxes3d: F32, rotation_wxyz: F32) -> F32:
@@ -214,19 +221,13 @@ def box_corners(boxes3d: F32, rotation_wxyz: F32) -> F32:
 
     Order: x front to back outermost, then y left to right, then z top to bottom.
     """
-    signs = (
-        np.array(
-            [[x, y, z] for x in (1, -1) for y in (1, -1) for z in (1, -1)],
-            np.float32,
-        )
-        / 2
-    )
-    offsets = signs[None] * boxes3d[:, None, 3:6]
+    centres = boxes3d[:, None, :3]
+    sizes = boxes3d[:, None, 3:6]
+    signs = np.array(list(itertools.product((1, -1), repeat=3)), np.float32)
+    offsets = signs / 2 * sizes
     rotation = rotation_matrices(rotation_wxyz)
-    return np.asarray(
-        np.einsum("mij,mkj->mki", rotation, offsets) + boxes3d[:, None, :3],
-        np.float32,
-    )
+    turned_offsets = np.einsum("mij,mkj->mki", rotation, offsets)
+    return np.asarray(turned_offsets + centres, np.float32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -306,14 +307,14 @@ class Sample:
 
     def __repr__(self) -> str:
         """Name what is in it: its arrays would fill pages."""
-        boxes = "no boxes" if self.boxes is None else f"{len(self.boxes.boxes3d)} boxes"
-        points = [f"{len(points):,} points of {name}" for name, points in self.points.items()]
-        parts = [
-            f"images {', '.join(self.images) or 'none'}",
-            boxes,
-            *points,
-            *self.extra,
-        ]
+        parts = [f"images {', '.join(self.images) or 'none'}"]
+        if self.boxes is None:
+            parts.append("no boxes")
+        else:
+            parts.append(f"{len(self.boxes.boxes3d)} boxes")
+        for name, points in self.points.items():
+            parts.append(f"{len(points):,} points of {name}")
+        parts += self.extra
         return f"Sample({self.key}: {'; '.join(parts)})"
 
 
@@ -355,7 +356,8 @@ def encode_stacked(record: Geometry | Boxes | Sweeps) -> list[bytes]:
     """
     kind = type(record)
     arrays = {name: getattr(record, name) for name, _, _ in ARRAYS[kind]}
-    _check_once(kind, {name: array[0] for name, array in arrays.items()})
+    first_record = {name: array[0] for name, array in arrays.items()}
+    _check_once(kind, first_record)
     return write_stacked(arrays)
 
 
@@ -384,8 +386,12 @@ def _specs(
     equal sizes.
     """
     hints = get_type_hints(record, include_extras=True)
-    metadata = {name: hint.__metadata__ for name, hint in hints.items()}
-    return tuple((name, np.dtype("<" + code), shape) for name, (code, *shape) in metadata.items())
+    specs = []
+    for name, hint in hints.items():
+        code, *shape = hint.__metadata__
+        dtype = np.dtype(f"<{code}")
+        specs.append((name, dtype, tuple(shape)))
+    return tuple(specs)
 
 
 ARRAYS: Final = {record: _specs(record) for record in (Geometry, Boxes, Sweeps)}
@@ -394,7 +400,10 @@ varies.
 """
 
 
-def _check_once(kind: type[Geometry | Boxes | Sweeps], arrays: Mapping[str, NDArray[Any]]) -> None:
+def _check_once(
+    kind: type[Geometry | Boxes | Sweeps],
+    arrays: Mapping[str, NDArray[Any]],
+) -> None:
     layout = tuple((array.dtype, array.shape) for array in arrays.values())
     if (kind, layout) not in _fitting:
         _check(kind, arrays)
@@ -409,29 +418,26 @@ def _check(
 ) -> None:
     specs = ARRAYS[record]
     if len(arrays) != len(specs):
-        unknown = sorted(arrays.keys() - {name for name, _, _ in specs})
+        names = [name for name, _, _ in specs]
+        unknown = sorted(arrays.keys() - set(names))
         if unknown:
-            raise SchemaError(
-                f"unknown array '{unknown[0]}'; known: {', '.join(name for name, _, _ in specs)}"
-            )
+            raise SchemaError(f"unknown array '{unknown[0]}'; known: {', '.join(names)}")
     sizes: dict[str, int] = {}
     for name, dtype, shape in specs:
         array = arrays.get(name)
         if array is None:
             raise SchemaError(f"array '{name}' is missing")
-        shape_stored = array.shape
-        sides: list[int] = []
+        stored_shape = array.shape
+        expected_sizes: list[int] = []
         for axis, size in enumerate(shape):
             if isinstance(size, str):  # a letter: the size that its first array has
-                size_stored = shape_stored[axis] if axis < len(shape_stored) else -1
-                sides.append(sizes.setdefault(size, size_stored))
-            else:
-                sides.append(size)
-        shape_expected = tuple(sides)
-        if array.dtype != dtype or shape_stored != shape_expected:
+                stored_size = stored_shape[axis] if axis < len(stored_shape) else -1
+                size = sizes.setdefault(size, stored_size)
+            expected_sizes.append(size)
+        if array.dtype != dtype or stored_shape != tuple(expected_sizes):
             raise SchemaError(
-                f"array '{name}' is {array.dtype}{list(shape_stored)}; wanted "
-                f"{dtype}{list(shape_expected)}"
+                f"array '{name}' is {array.dtype}{list(stored_shape)}; wanted "
+                f"{dtype}{expected_sizes}"
             )
 
 
@@ -491,7 +497,11 @@ def decode_member(name: str, data: Buffer) -> Any:
     return bytes(data)
 
 
-def decode_sample(key: str, members: Mapping[str, Buffer], fields: Collection[str] = ()) -> Sample:
+def decode_sample(
+    key: str,
+    members: Mapping[str, Buffer],
+    fields: Collection[str] = (),
+) -> Sample:
     """Build a Sample from its decoded members (field name without codec suffix to raw bytes).
 
     ``fields`` are the members of channels that a sample has beyond cameras, lidars and boxes: they

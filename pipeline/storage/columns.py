@@ -10,7 +10,6 @@ thread.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import mmap
 import os
 import tempfile
@@ -35,7 +34,8 @@ def numpy_dtype(kind: pa.DataType) -> np.dtype[Any]:
     """Return the numpy type of an Arrow type; its own ``to_pandas_dtype`` needs pandas in
     pyarrow 23 and older.
     """
-    dtype: np.dtype[Any] = pa.array([], kind).to_numpy(zero_copy_only=False).dtype
+    empty = pa.array([], kind).to_numpy(zero_copy_only=False)
+    dtype: np.dtype[Any] = empty.dtype
     return dtype
 
 
@@ -63,7 +63,9 @@ class Disk:
         """
         column = self.column(dtype, shape)
         for first in range(0, num_rows, ROWS_AT_ONCE):
-            column.append(np.full((min(ROWS_AT_ONCE, num_rows - first), *shape), value, dtype))
+            num_part_rows = min(ROWS_AT_ONCE, num_rows - first)
+            part = np.full((num_part_rows, *shape), value, dtype)
+            column.append(part)
         return column.values
 
     def texts(self) -> Texts:
@@ -73,33 +75,33 @@ class Disk:
     def table(self, parts: Iterable[pa.RecordBatch | pa.Table]) -> pa.Table:
         """Return the parts, one at least, as one table."""
         file = self.new_file()
-        first = next(parts := iter(parts))
+        rest = iter(parts)
+        first = next(rest)
         with pa.ipc.new_file(file, first.schema) as writer:
-            for part in itertools.chain([first], parts):
+            writer.write(first)
+            for part in rest:
                 writer.write(part)
-        return pa.ipc.open_file(pa.py_buffer(self.map(file))).read_all()
+        buffer = pa.py_buffer(self.map(file))
+        return pa.ipc.open_file(buffer).read_all()
 
     def take(self, table: pa.Table, rows: I64) -> pa.Table:
         """Copy rows of a :meth:`table`, batch by batch: Arrow's own ``take`` would copy whole
         columns first.
         """
         batches = table.to_batches()
-        ends = np.cumsum([len(batch) for batch in batches])
-        number = np.searchsorted(ends, rows, "right")
-        parts = [
-            batches[batch_number].take(
-                pa.array(
-                    rows[number == batch_number] - (ends[batch_number] - len(batches[batch_number]))
-                )
-            )
-            for batch_number in np.unique(number).tolist()
-        ]
-        order = np.argsort(np.argsort(number, kind="stable"))
-        table_taken = (
-            pa.Table.from_batches(parts, table.schema).combine_chunks().take(pa.array(order))
-        )
-        self.used(table_taken.num_rows * table_taken.num_columns)
-        return table_taken
+        lengths = np.array([len(batch) for batch in batches], np.int64)
+        ends = np.cumsum(lengths)
+        starts = ends - lengths
+        numbers = np.searchsorted(ends, rows, "right")
+        parts = []
+        for number in np.unique(numbers).tolist():
+            rows_in_batch = rows[numbers == number] - starts[number]
+            parts.append(batches[number].take(pa.array(rows_in_batch)))
+        by_batch = pa.Table.from_batches(parts, table.schema)
+        place_in_parts = np.argsort(np.argsort(numbers, kind="stable"))
+        copied = by_batch.combine_chunks().take(pa.array(place_in_parts))
+        self.used(copied.num_rows * copied.num_columns)
+        return copied
 
     def used(self, num_rows: int) -> None:
         """Count rows that were looked at; every 32,768 of them pages are given back to the page
@@ -139,7 +141,12 @@ class Disk:
 class Column:
     """A column of numbers, all rows of one shape."""
 
-    def __init__(self, disk: Disk, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        disk: Disk,
+        dtype: np.dtype[Any],
+        shape: tuple[int, ...],
+    ) -> None:
         self._disk = disk
         self._dtype = dtype
         self._shape = shape
@@ -156,14 +163,17 @@ class Column:
 
     def append(self, values: Any) -> None:
         """Add rows (N, ...)."""
-        rows = np.ascontiguousarray(values, self._dtype).reshape(-1, *self._shape)
+        array = np.ascontiguousarray(values, self._dtype)
+        rows = array.reshape(-1, *self._shape)
         self._length += len(rows)
         self._file.write(rows.tobytes())
 
     @cached_property
     def values(self) -> NDArray[Any]:
         """All rows as one array, which may be written to; the column takes no more then."""
-        return np.frombuffer(self._disk.map(self._file), self._dtype).reshape(-1, *self._shape)
+        data = self._disk.map(self._file)
+        array = np.frombuffer(data, self._dtype)
+        return array.reshape(-1, *self._shape)
 
 
 class Texts:
@@ -182,16 +192,17 @@ class Texts:
         """Add texts."""
         joined = "".join(texts)
         utf8 = joined.encode()
-        # Mostly a letter is a byte.
-        counted = texts if len(utf8) == len(joined) else [text.encode() for text in texts]
-        self._ends.append(
-            np.cumsum(np.fromiter(map(len, counted), np.int64, len(texts))) + len(self._utf8)
-        )
+        # In ASCII, as most texts are, a letter is a byte.
+        counted = texts if joined.isascii() else [text.encode() for text in texts]
+        num_bytes = np.fromiter(map(len, counted), np.int64, len(texts))
+        ends = np.cumsum(num_bytes) + len(self._utf8)
+        self._ends.append(ends)
         self._utf8.append(np.frombuffer(utf8, np.uint8))
 
     def __getitem__(self, row: int) -> str:
         first, end = self._ends.values[row : row + 2].tolist()
-        return str(self._utf8.values.data[first:end], "utf-8")
+        utf8 = self._utf8.values.data
+        return str(utf8[first:end], "utf-8")
 
     def num_bytes(self, rows: I64) -> I64:
         """Return the bytes that the texts of some rows have."""
@@ -200,10 +211,12 @@ class Texts:
 
     def take(self, rows: I64) -> list[str]:
         """Return the texts of some rows, in that order."""
-        ends = self._ends.values
+        bounds = self._ends.values
         utf8 = self._utf8.values.data
-        bounds = zip(ends[rows].tolist(), ends[rows + 1].tolist(), strict=True)
-        return [str(utf8[first:end], "utf-8") for first, end in bounds]
+        starts = bounds[rows].tolist()
+        ends = bounds[rows + 1].tolist()
+        spans = zip(starts, ends, strict=True)
+        return [str(utf8[start:end], "utf-8") for start, end in spans]
 
     def parts(self, num_rows: int = ROWS_AT_ONCE) -> Iterator[pa.LargeStringArray]:
         """Yield the rows as Arrow arrays, not copied, ``num_rows`` at a time."""

@@ -8,7 +8,7 @@ expanded.
 from __future__ import annotations
 
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -36,19 +36,21 @@ def read_named_columns(file: str, names: Sequence[str]) -> pa.Table:
     file, lacks a column, has lists in one, or is over the limit.
     """
     # Before it is opened: to open a FIFO would wait for a writer.
-    if not stat.S_ISREG(Path(file).stat().st_mode):
+    status = Path(file).stat()
+    if not stat.S_ISREG(status.st_mode):
         raise TableError("it is not a regular file")
     if Path(file).suffix == ".csv":
-        _check_size(Path(file).stat().st_size)
+        _check_size(status.st_size)
         batches = []
         num_bytes = 0
         with csv.open_csv(file) as reader:
             _check_columns(reader.schema, names)
             fields = [reader.schema.field(name) for name in names]
             for batch in reader:
-                batches.append(batch.select(list(names)))
-                num_bytes += batches[-1].nbytes
+                columns = batch.select(list(names))
+                num_bytes += columns.nbytes
                 _check_size(num_bytes)
+                batches.append(columns)
         return pa.Table.from_batches(batches, pa.schema(fields))
     schema = pq.read_schema(file)
     _check_columns(schema, names)
@@ -59,44 +61,63 @@ def read_named_columns(file: str, names: Sequence[str]) -> pa.Table:
             raise TableError(f"its column {growing!r} has the encoding {_GROWING}; write it plain")
         # Before dictionaries are expanded: a number a row, and what is stored.
         num_bytes = parquet.metadata.num_rows * _NUMBER_BYTES * len(names)
-        for number in range(parquet.metadata.num_row_groups):
-            group = parquet.metadata.row_group(number)
-            for column in map(group.column, range(group.num_columns)):
-                if column.path_in_schema in names:
-                    num_bytes += max(column.total_uncompressed_size, 0)
+        for chunk in _column_chunks(parquet.metadata, names):
+            num_bytes += max(chunk.total_uncompressed_size, 0)
         _check_size(num_bytes)
         table = parquet.read(columns=list(names))
-    _check_size(sum(expanded_bytes(chunk) for column in table.columns for chunk in column.chunks))
+    num_bytes = 0
+    for column in table.columns:
+        num_bytes += sum(map(expanded_bytes, column.chunks))
+    _check_size(num_bytes)
     plain = {}
     for name in names:
         column = table[name]
-        is_encoded = pa.types.is_dictionary(column.type)
-        plain[name] = column.cast(column.type.value_type) if is_encoded else column
+        if pa.types.is_dictionary(column.type):
+            column = column.cast(column.type.value_type)
+        plain[name] = column
     return pa.table(plain)
+
+
+def _column_chunks(
+    metadata: pq.FileMetaData,
+    names: Sequence[str],
+) -> Iterator[pq.ColumnChunkMetaData]:
+    """Yield what a Parquet file states of these columns, row group by row group."""
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        for column_number in range(group.num_columns):
+            chunk = group.column(column_number)
+            if chunk.path_in_schema in names:
+                yield chunk
 
 
 def is_text(kind: pa.DataType) -> bool:
     """Return whether a type is of texts or bytes of any length."""
-    tests = (pa.types.is_string, pa.types.is_large_string)
-    return any(test(kind) for test in (*tests, pa.types.is_binary, pa.types.is_large_binary))
+    return bool(
+        pa.types.is_string(kind)
+        or pa.types.is_large_string(kind)
+        or pa.types.is_binary(kind)
+        or pa.types.is_large_binary(kind)
+    )
 
 
 def growing_column(metadata: pq.FileMetaData, names: Sequence[str]) -> str | None:
     """Return the first of these columns in whose encoding a text grows without limit, or None."""
-    for number in range(metadata.num_row_groups):
-        group = metadata.row_group(number)
-        for column in map(group.column, range(group.num_columns)):
-            if column.path_in_schema in names and _GROWING in column.encodings:
-                return str(column.path_in_schema)
+    for chunk in _column_chunks(metadata, names):
+        if _GROWING in chunk.encodings:
+            return str(chunk.path_in_schema)
     return None
 
 
 def expanded_bytes(array: pa.Array) -> int:
     """Return the bytes of an array when the texts of its dictionary are written out."""
-    if not pa.types.is_dictionary(array.type) or not is_text(array.type.value_type):
+    if not pa.types.is_dictionary(array.type):
         return int(array.nbytes)
-    lengths = pc.binary_length(array.dictionary).cast(pa.int64())
-    text_bytes: int | None = pc.sum(lengths.take(array.indices)).as_py()
+    if not is_text(array.type.value_type):
+        return int(array.nbytes)
+    entry_lengths = pc.binary_length(array.dictionary).cast(pa.int64())
+    lengths = entry_lengths.take(array.indices)
+    text_bytes: int | None = pc.sum(lengths).as_py()
     return len(array) * _NUMBER_BYTES + (text_bytes or 0)
 
 
@@ -111,6 +132,6 @@ def _check_columns(schema: pa.Schema, names: Sequence[str]) -> None:
 
 
 def _check_size(num_bytes: int) -> None:
-    text = NAMES.broken(num_bytes)
-    if text is not None:
-        raise TableError(f"it {text}")
+    reason = NAMES.broken(num_bytes)
+    if reason is not None:
+        raise TableError(f"it {reason}")

@@ -14,7 +14,12 @@ from pathlib import Path
 from fuelrail.pipeline.errors import ConfigError
 
 
-def open_folder(path: Path, parent_fd: int | None = None, *, restrict: bool = True) -> int:
+def open_folder(
+    path: Path,
+    parent_fd: int | None = None,
+    *,
+    restrict: bool = True,
+) -> int:
     """Open a folder of this user, made with mode 0700 where it is missing; returns its descriptor.
 
     With ``parent_fd`` only the last part of ``path`` is looked up, in that folder. ``restrict``

@@ -146,8 +146,10 @@ def fault_of(error: BaseException, storage_options: Mapping[str, Any] | None = N
         stated = details.get("Code") if isinstance(details, dict) else None
         if isinstance(stated, str) and stated.isalnum() and not stated.isdigit():
             code = stated
-    text = " ".join(str(error).split())
-    text = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    text = type(error).__name__
+    words = " ".join(str(error).split())
+    if words:
+        text += f": {words}"
     if len(text) > _MAX_TEXT:
         text = text[:_MAX_TEXT] + "..."
     if code not in text:  # it may be far behind the start of the text
@@ -161,10 +163,9 @@ def fault_of(error: BaseException, storage_options: Mapping[str, Any] | None = N
 
 def _kind(error: BaseException) -> FaultKind:
     name = type(error).__name__
-    if (
-        isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
-        or name == "NotFoundError"
-    ):
+    if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
+        return "missing"
+    if name == "NotFoundError":
         return "missing"
     # s3fs makes PermissionError of AccessDenied, of bad signatures and of unknown keys alike.
     if isinstance(error, PermissionError) or name.startswith(_NO_CREDENTIALS):
@@ -194,24 +195,25 @@ def _status(error: BaseException) -> int | None:
     for cause in (error, error.__cause__):
         # Botocore's ClientError, which s3fs's OSErrors have as a cause.
         response = getattr(cause, "response", None)
-        stated = (
-            response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-            if isinstance(response, dict)
-            else None
-        )
-        for status in (
-            stated,
-            *(getattr(cause, name, None) for name in ("status", "status_code")),
-        ):
+        statuses = []
+        if isinstance(response, dict):
+            metadata = response.get("ResponseMetadata", {})
+            statuses.append(metadata.get("HTTPStatusCode"))
+        statuses.append(getattr(cause, "status", None))
+        statuses.append(getattr(cause, "status_code", None))
+        for status in statuses:
             if isinstance(status, int) and 400 <= status < 600:
                 return status
-    code = getattr(error, "code", None)  # gcsfs
-    if isinstance(code, int) and type(error).__module__.startswith("gcsfs"):
-        return code
-    match = (
-        _STATUS_IN_TEXT.search(str(error)) if type(error).__module__.startswith("obstore") else None
-    )
-    return int(match[1]) if match else None
+    library = type(error).__module__
+    if library.startswith("gcsfs"):
+        code = getattr(error, "code", None)
+        if isinstance(code, int):
+            return code
+    if library.startswith("obstore"):
+        match = _STATUS_IN_TEXT.search(str(error))
+        if match is not None:
+            return int(match[1])
+    return None
 
 
 def redacted(text: str, storage_options: Mapping[str, Any] | None = None) -> str:
@@ -239,7 +241,11 @@ def _strings(value: object) -> set[str]:
     return set()
 
 
-def read_checked(read: Callable[[], bytes], check: Callable[[bytes], T], policy: RetryPolicy) -> T:
+def read_checked(
+    read: Callable[[], bytes],
+    check: Callable[[bytes], T],
+    policy: RetryPolicy,
+) -> T:
     """Return what ``check`` returns of the bytes read; where it raises a FuelrailError, they are
     read again.
 

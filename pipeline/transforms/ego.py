@@ -82,14 +82,14 @@ class BevMap:
             return _EYE
         cos = self.scale * math.cos(self.rotation_rad)
         sin = self.scale * math.sin(self.rotation_rad)
-        x = -1.0 if self.flip_x else 1.0
-        y = -1.0 if self.flip_y else 1.0
+        sign_x = -1.0 if self.flip_x else 1.0
+        sign_y = -1.0 if self.flip_y else 1.0
         matrix = np.eye(4)
-        matrix[:3, :3] = (
-            (x * cos, -x * sin, 0.0),
-            (y * sin, y * cos, 0.0),
-            (0.0, 0.0, self.scale),
-        )
+        matrix[0, 0] = sign_x * cos
+        matrix[0, 1] = -sign_x * sin
+        matrix[1, 0] = sign_y * sin
+        matrix[1, 1] = sign_y * cos
+        matrix[2, 2] = self.scale
         matrix[:3, 3] = self.translation_m
         return matrix
 
@@ -99,9 +99,12 @@ class BevMap:
         if self is IDENTITY:
             return _EYE
         matrix = self.matrix
+        linear = matrix[:3, :3]  # a mirrored rotation times the scale
+        shift = matrix[:3, 3]
+        inverse_linear = linear.T / self.scale**2
         inverse = np.eye(4)
-        inverse[:3, :3] = matrix[:3, :3].T / self.scale**2  # a mirrored rotation times the scale
-        inverse[:3, 3] = -inverse[:3, :3] @ matrix[:3, 3]
+        inverse[:3, :3] = inverse_linear
+        inverse[:3, 3] = -inverse[:3, :3] @ shift
         return inverse
 
     def boxes3d(self, boxes3d: F32) -> F32:
@@ -123,9 +126,11 @@ class BevMap:
         pi).
         """
         yaw = yaws + self.rotation_rad
-        yaw = math.pi - yaw if self.flip_x else yaw
-        yaw = -yaw if self.flip_y else yaw
-        wrapped: F64 = (yaw + math.pi) % (2 * math.pi) - math.pi
+        if self.flip_x:
+            yaw = math.pi - yaw
+        if self.flip_y:
+            yaw = -yaw
+        wrapped: F64 = (yaw + math.pi) % math.tau - math.pi
         return wrapped
 
     def rotations(self, rotation_wxyz: F64) -> F64:
@@ -135,13 +140,13 @@ class BevMap:
         M_y the mirror of y, M_y R M_y has the quaternion (w, -x, y, -z), and mirroring x as well is
         half a turn about z.
         """
-        q = rotation_wxyz.astype(np.float64)
-        q = _turn_about_z(self.rotation_rad, q)
+        quaternions = rotation_wxyz.astype(np.float64)
+        quaternions = _turn_about_z(self.rotation_rad, quaternions)
         if self.flip_x != self.flip_y:
-            q = q * (1.0, -1.0, 1.0, -1.0)
+            quaternions = quaternions * (1.0, -1.0, 1.0, -1.0)
         if self.flip_x:
-            return _turn_about_z(math.pi, q)
-        return q
+            return _turn_about_z(math.pi, quaternions)
+        return quaternions
 
     def in_frame(self, frame2ego: F64) -> tuple[F64, F64]:
         """Return B as a sensor's frame sees it, F^-1 B F: a linear map (3, 3) and a shift (3,),
@@ -152,14 +157,19 @@ class BevMap:
         rotation = frame2ego[:3, :3]
         place = frame2ego[:3, 3]
         matrix = self.matrix
-        linear = rotation.T @ matrix[:3, :3] @ rotation
-        return linear, rotation.T @ (matrix[:3, :3] @ place + matrix[:3, 3] - place)
+        ego_linear = matrix[:3, :3]
+        ego_shift = matrix[:3, 3]
+        linear = rotation.T @ ego_linear @ rotation
+        shift = rotation.T @ (ego_linear @ place + ego_shift - place)
+        return linear, shift
 
     def vectors(self, vectors: F32) -> F32:
         """Return float32 (M, 3) velocities in augmented ego axes; NaN stays NaN. A copy."""
         if self == IDENTITY:
             return vectors.copy()
-        return (vectors.astype(np.float64) @ self.matrix[:3, :3].T).astype(np.float32)
+        linear = self.matrix[:3, :3]
+        moved = vectors.astype(np.float64) @ linear.T
+        return moved.astype(np.float32)
 
     def points(self, points: F32, lidar2ego: F64) -> F32:
         """Return float32 (P, C) points in the lidar's frame, moved as ego is; columns after x, y, z
@@ -169,18 +179,29 @@ class BevMap:
         """
         if self == IDENTITY:
             return points.copy()
-        linear, shift = self.in_frame(lidar2ego)
+        linear64, shift64 = self.in_frame(lidar2ego)
+        linear = linear64.astype(np.float32)
+        shift = shift64.astype(np.float32)
         moved = points.copy()
-        moved[:, :3] = points[:, :3] @ linear.T.astype(np.float32) + shift.astype(np.float32)
+        moved[:, :3] = points[:, :3] @ linear.T + shift
         return moved
 
 
-def _turn_about_z(angle_rad: float, q: F64) -> F64:
+def _turn_about_z(angle_rad: float, quaternions: F64) -> F64:
     """Return quaternions (..., 4) w, x, y, z, turned by an angle about the fixed z axis."""
-    c = math.cos(angle_rad / 2)
-    s = math.sin(angle_rad / 2)
-    w, x, y, z = (q[..., i] for i in range(4))
-    return np.stack([c * w - s * z, c * x - s * y, c * y + s * x, c * z + s * w], axis=-1)
+    cos = math.cos(angle_rad / 2)
+    sin = math.sin(angle_rad / 2)
+    w = quaternions[..., 0]
+    x = quaternions[..., 1]
+    y = quaternions[..., 2]
+    z = quaternions[..., 3]
+    turned = [
+        cos * w - sin * z,
+        cos * x - sin * y,
+        cos * y + sin * x,
+        cos * z + sin * w,
+    ]
+    return np.stack(turned, axis=-1)
 
 
 IDENTITY = BevMap()
@@ -213,10 +234,12 @@ class BevAugment(Settings, frozen=True):
         """Refuse what cannot be meant."""
         check_types(self, ConfigError)
         for name in ("rotate_deg", "scale"):
-            limits = getattr(self, name)
-            if not (limits[0] <= limits[1] and all(map(math.isfinite, limits))):
-                raise ConfigError(f"{name}={list(limits)} must be [low, high] with low <= high")
-        if self.scale[0] <= 0.0:
+            low, high = getattr(self, name)
+            is_finite = math.isfinite(low) and math.isfinite(high)
+            if not (is_finite and low <= high):
+                raise ConfigError(f"{name}={[low, high]} must be [low, high] with low <= high")
+        smallest, _ = self.scale
+        if smallest <= 0.0:
             raise ConfigError(f"scale={list(self.scale)} must be factors above 0")
         settle_train(self, _DRAWN)
 
@@ -228,15 +251,24 @@ class BevAugment(Settings, frozen=True):
         """Return the map of a sample; arguments as in `ImageAugment.draw`."""
         if not self.train:
             return IDENTITY
-        u = uniforms(seed, epoch, sample, stream=STREAM, count=_NUM_DRAWS)[0].tolist()
+        draws = uniforms(
+            seed,
+            epoch,
+            sample,
+            stream=STREAM,
+            count=_NUM_DRAWS,
+        )
+        u = draws[0].tolist()
         # Box and Muller's transform: two uniforms make one normal number. 1 - u is never 0.
-        normal = [
-            math.sqrt(-2 * math.log(1 - u[4 + i])) * math.cos(2 * math.pi * u[7 + i])
-            for i in range(3)
-        ]
-        x, y, z = (self.translate_std_m * number for number in normal)
+        translation = []
+        for axis in range(3):
+            radius = math.sqrt(-2 * math.log(1 - u[4 + axis]))
+            angle = 2 * math.pi * u[7 + axis]
+            translation.append(self.translate_std_m * (radius * math.cos(angle)))
+        x, y, z = translation
+        rotation_deg = within(self.rotate_deg, u[0])
         return BevMap(
-            rotation_rad=math.radians(within(self.rotate_deg, u[0])),
+            rotation_rad=math.radians(rotation_deg),
             scale=within(self.scale, u[1]),
             flip_x=u[2] < self.flip_x_prob,
             flip_y=u[3] < self.flip_y_prob,

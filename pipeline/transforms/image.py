@@ -105,10 +105,11 @@ class ImageAugment(Settings, frozen=True):
     def __post_init__(self) -> None:
         """Refuse what cannot be meant."""
         check_types(self, ConfigError)
-        if self.height * self.width > _MAX_PIXELS:
+        num_pixels = self.height * self.width
+        if num_pixels > _MAX_PIXELS:
             raise ConfigError(
                 f"final size height={self.height}, width={self.width} has "
-                f"{self.height * self.width} pixels: at most {_MAX_PIXELS} are allowed"
+                f"{num_pixels} pixels: at most {_MAX_PIXELS} are allowed"
             )
         if self.resize_jitter is not None and self.resize_range is not None:
             raise ConfigError("resize_jitter and resize_range exclude each other: give one of them")
@@ -123,25 +124,32 @@ class ImageAugment(Settings, frozen=True):
             "rotate_deg",
         ):
             limits = getattr(self, name)
-            if limits is not None and not -math.inf < limits[0] <= limits[1] < math.inf:
+            if limits is None:
+                continue
+            low, high = limits
+            if not -math.inf < low <= high < math.inf:
                 raise ConfigError(
-                    f"{name}={list(limits)} must be [low, high] with low <= high, both finite"
+                    f"{name}={[low, high]} must be [low, high] with low <= high, both finite"
                 )
-        for name, lowest in (
+        for name, minimum in (
             ("resize_range", _MIN_FACTOR),
             ("resize_jitter", -_MAX_FACTOR),
         ):
             limits = getattr(self, name)
-            if limits is not None and not (lowest <= limits[0] and limits[1] <= _MAX_FACTOR):
+            if limits is None:
+                continue
+            low, high = limits
+            if low < minimum or high > _MAX_FACTOR:
                 raise ConfigError(
-                    f"{name}={list(limits)} must be factors from {lowest:g} to {_MAX_FACTOR:g}"
+                    f"{name}={[low, high]} must be factors from {minimum:g} to {_MAX_FACTOR:g}"
                 )
-        if self.crop_bottom[0] < 0.0 or self.crop_bottom[1] >= 1.0:
-            raise ConfigError(f"crop_bottom={list(self.crop_bottom)} must lie in [0, 1)")
-        drawn = [*_DRAWN]
+        low, high = self.crop_bottom
+        if low < 0.0 or high >= 1.0:
+            raise ConfigError(f"crop_bottom={[low, high]} must lie in [0, 1)")
+        drawn = list(_DRAWN)
         if self.crop_y == "random":
             drawn.append("crop_y")
-        if self.crop_bottom[0] != self.crop_bottom[1]:
+        if low != high:
             drawn.append("crop_bottom")
         settle_train(self, drawn)
 
@@ -175,19 +183,20 @@ class ImageAugment(Settings, frozen=True):
         count = len(img_wh)
         is_shared = self.scope == "sample"
         rows = range(count) if cameras is None else cameras
-        draws = uniforms(
+        table = uniforms(
             seed,
             epoch=epoch,
             sample=sample,
             cameras=(ALL_CAMERAS,) if is_shared else rows,
             stream=STREAM,
             count=_NUM_DRAWS,
-        ).tolist()
+        )
+        draws = table.tolist()
         if is_shared:
             draws *= count
         maps = []
         for wh, draw in zip(img_wh, draws, strict=True):
-            width, height = (int(side) for side in wh)
+            width, height = map(int, wh)
             if width < 1 or height < 1:
                 maps.append(ImageMap.identity((self.width, self.height)))
                 continue
@@ -197,12 +206,14 @@ class ImageAugment(Settings, frozen=True):
             if self.resize_range is not None:
                 factor = within(self.resize_range, u_resize)
             elif self.resize_jitter is not None:
-                factor = max(_MIN_FACTOR, factors[0] + within(self.resize_jitter, u_resize))
+                jitter = within(self.resize_jitter, u_resize)
+                factor = max(_MIN_FACTOR, factors[0] + jitter)
             if factor is not None:
                 factors = (factor, factor)
                 size = (int(width * factor), int(height * factor))
             size = _at_least_1(size)
-            left_top = self._crop(size, within(self.crop_bottom, u_y), u_x, u_y)
+            share = within(self.crop_bottom, u_y)
+            left_top = self._crop(size, share, u_x, u_y)
             image_map = self._map(
                 (width, height),
                 factors,
@@ -214,40 +225,53 @@ class ImageAugment(Settings, frozen=True):
             maps.append(image_map)
         return maps
 
-    def _base(self, width: int, height: int) -> tuple[tuple[float, float], tuple[int, int]]:
+    def _base(
+        self,
+        width: int,
+        height: int,
+    ) -> tuple[tuple[float, float], tuple[int, int]]:
         """Return the factors of width and height without randomness, and the (width, height) that
         they lead to.
 
         Those are exact integers, where int(W * (fW / W)) may be one short.
         """
+        resize = self.resize
+        if not isinstance(resize, str):
+            size = (int(width * resize), int(height * resize))
+            return (resize, resize), size
         by_width = self.width / width
         by_height = self.height / height
-        if not isinstance(self.resize, str):
-            return (self.resize, self.resize), (
-                int(width * self.resize),
-                int(height * self.resize),
-            )
-        if self.resize == "stretch":
-            return (by_width, by_height), (self.width, self.height)
+        if resize == "stretch":
+            size = (self.width, self.height)
+            return (by_width, by_height), size
         is_wider = self.width * height >= self.height * width
-        if self.resize == "width" or is_wider == (self.resize == "cover"):
-            return (by_width, by_width), (
-                self.width,
-                height * self.width // width,
-            )
-        return (by_height, by_height), (
-            width * self.height // height,
-            self.height,
-        )
+        if resize == "width" or is_wider == (resize == "cover"):
+            size = (self.width, height * self.width // width)
+            return (by_width, by_width), size
+        size = (width * self.height // height, self.height)
+        return (by_height, by_height), size
 
-    @functools.lru_cache(maxsize=256)  # noqa: B019 - settings are few, and equal ones share their maps
+    @functools.lru_cache(maxsize=256)  # noqa: B019 - settings are few, and equal ones share maps
     def _evaluate(self, width: int, height: int) -> ImageMap:
         if width < 1 or height < 1:
             return ImageMap.identity((self.width, self.height))
         factors, size = self._base(width, height)
         size = _at_least_1(size)
-        left_top = self._crop(size, (self.crop_bottom[0] + self.crop_bottom[1]) / 2, 0.5, 0.5)
-        return self._map((width, height), factors, size, left_top, flip=False, degrees=0.0)
+        low, high = self.crop_bottom
+        left_top = self._crop(
+            size,
+            share=(low + high) / 2,
+            u_x=0.5,
+            u_y=0.5,
+        )
+        return self._map(
+            (width, height),
+            factors,
+            size,
+            left_top,
+            flip=False,
+            degrees=0.0,
+        )
 
     def _crop(
         self,
@@ -259,19 +283,20 @@ class ImageAugment(Settings, frozen=True):
         """Return left and top of the final size in a resized one; ``share`` of its height is
         left out below.
         """
-        room_x = max(0, size[0] - self.width)
-        room_y = max(0, size[1] - self.height)
+        width, height = size
+        room_x = max(0, width - self.width)
+        room_y = max(0, height - self.height)
         offsets_x = {
             "left": 0,
             "center": room_x // 2,
             "random": int(u_x * room_x),
         }
-        bottom = int((1.0 - share) * size[1]) - self.height
+        bottom = int((1.0 - share) * height)
         offsets_y = {
             "top": 0,
             "center": room_y // 2,
             "random": int(u_y * room_y),
-            "bottom": bottom,
+            "bottom": bottom - self.height,
         }
         return offsets_x[self.crop_x], offsets_y[self.crop_y]
 
@@ -289,21 +314,27 @@ class ImageAugment(Settings, frozen=True):
         ``size``.
         """
 
-        def rest(resized: ImageMap) -> ImageMap:
-            cropped = resized.crop(*left_top, self.width, self.height)
-            return (cropped.flip() if flip else cropped).rotate(degrees)
+        left, top = left_top
+
+        def finish(resized: ImageMap) -> ImageMap:
+            image_map = resized.crop(left, top, self.width, self.height)
+            if flip:
+                image_map = image_map.flip()
+            return image_map.rotate(degrees)
 
         source = ImageMap.identity(source_wh)
-        image_map = rest(source.resize(*size))
+        exact = finish(source.resize(*size))
         if self.geometry == "exact":
-            return image_map
-        by_factors = ImageMap(
-            (factors[0], 0.0, 0.0, 0.0, factors[1], 0.0),
-            source_wh,
-            size,
-            source.visible,
+            return exact
+        scale_x, scale_y = factors
+        resized_by_factors = ImageMap(
+            coefficients=(scale_x, 0.0, 0.0, 0.0, scale_y, 0.0),
+            source_wh=source_wh,
+            out_wh=size,
+            visible=source.visible,
         )
-        return dataclasses.replace(image_map, published=rest(by_factors).coefficients)
+        published = finish(resized_by_factors).coefficients
+        return dataclasses.replace(exact, published=published)
 
 
 class CameraGroup(Settings, frozen=True):

@@ -84,8 +84,7 @@ class ImageMap:
     def identity(cls, source_wh: tuple[int, int]) -> ImageMap:
         """Return the map that changes nothing on an image of (width, height) pixels."""
         width, height = source_wh
-        if width < 1 or height < 1:
-            raise ConfigError(f"image size {width}x{height} must be at least 1x1")
+        _check_size(width, height)
         return cls(
             (1.0, 0.0, 0.0, 0.0, 1.0, 0.0),
             (width, height),
@@ -98,11 +97,20 @@ class ImageMap:
         that led to them.
         """
         _check_size(width, height)
-        sx = width / self.out_wh[0]
-        sy = height / self.out_wh[1]
+        out_width, out_height = self.out_wh
+        scale_x = width / out_width
+        scale_y = height / out_height
         a, b, tx, c, d, ty = self.coefficients
+        coefficients = (
+            a * scale_x,
+            b * scale_x,
+            tx * scale_x,
+            c * scale_y,
+            d * scale_y,
+            ty * scale_y,
+        )
         return ImageMap(
-            (a * sx, b * sx, tx * sx, c * sy, d * sy, ty * sy),
+            coefficients,
             self.source_wh,
             (width, height),
             self.visible,
@@ -125,14 +133,22 @@ class ImageMap:
         if b == 0.0 and c == 0.0:
             # After a rotation the canvas alone cuts; the rectangle would no longer be one in the
             # source.
-            visible = _intersect(visible, _preimage(coefficients, width, height))
-        return ImageMap(coefficients, self.source_wh, (width, height), visible)
+            canvas = _preimage(coefficients, width, height)
+            visible = _intersect(visible, canvas)
+        return ImageMap(
+            coefficients,
+            self.source_wh,
+            (width, height),
+            visible,
+        )
 
     def flip(self) -> ImageMap:
         """Mirror the current canvas left to right: x' = width - x."""
+        width, _ = self.out_wh
         a, b, tx, c, d, ty = self.coefficients
+        coefficients = (-a, -b, width - tx, c, d, ty)
         return ImageMap(
-            (-a, -b, self.out_wh[0] - tx, c, d, ty),
+            coefficients,
             self.source_wh,
             self.out_wh,
             self.visible,
@@ -149,15 +165,17 @@ class ImageMap:
         cos = 1.0
         sin = 0.0
         if rest:
-            cos = math.cos(math.radians(rest))
-            sin = math.sin(math.radians(rest))
+            angle = math.radians(rest)
+            cos = math.cos(angle)
+            sin = math.sin(angle)
         for _ in range(int(quarters) % 4):
             cos, sin = -sin, cos
-        cx = self.out_wh[0] / 2
-        cy = self.out_wh[1] / 2
+        width, height = self.out_wh
+        cx = width / 2
+        cy = height / 2
         a, b, tx, c, d, ty = self.coefficients
-        tx = tx - cx
-        ty = ty - cy
+        tx -= cx
+        ty -= cy
         coefficients = (
             cos * a + sin * c,
             cos * b + sin * d,
@@ -166,21 +184,26 @@ class ImageMap:
             cos * d - sin * b,
             cos * ty - sin * tx + cy,
         )
-        return ImageMap(coefficients, self.source_wh, self.out_wh, self.visible)
+        return ImageMap(
+            coefficients,
+            self.source_wh,
+            self.out_wh,
+            self.visible,
+        )
 
     def of_rows(self, top: int, height: int) -> ImageMap:
         """Return the same map from another source: the pixel rows [top, top + height) of this
         one's, cut out.
         """
         a, b, tx, c, d, ty = self.coefficients
-        visible = (
-            self.visible[0],
-            self.visible[1] - top,
-            self.visible[2],
-            self.visible[3] - top,
+        left, visible_top, right, bottom = self.visible
+        source_width, _ = self.source_wh
+        return ImageMap(
+            (a, b, tx + b * top, c, d, ty + d * top),
+            (source_width, height),
+            self.out_wh,
+            (left, visible_top - top, right, bottom - top),
         )
-        coefficients = (a, b, tx + b * top, c, d, ty + d * top)
-        return ImageMap(coefficients, (self.source_wh[0], height), self.out_wh, visible)
 
     def of_scaled(self, factor: int) -> ImageMap:
         """Return the same map from the source decoded at 1/factor: coordinates are scaled by
@@ -188,12 +211,12 @@ class ImageMap:
         """
         a, b, tx, c, d, ty = self.coefficients
         left, top, right, bottom = self.visible
+        source_width, source_height = self.source_wh
+        scaled_width = scaled_size(source_width, 1, factor)
+        scaled_height = scaled_size(source_height, 1, factor)
         return ImageMap(
             (a * factor, b * factor, tx, c * factor, d * factor, ty),
-            (
-                scaled_size(self.source_wh[0], 1, factor),
-                scaled_size(self.source_wh[1], 1, factor),
-            ),
+            (scaled_width, scaled_height),
             self.out_wh,
             (left / factor, top / factor, right / factor, bottom / factor),
         )
@@ -206,12 +229,14 @@ class ImageMap:
     @property
     def is_axis_aligned(self) -> bool:
         """True when rows stay rows: scaling, translation and flips only."""
-        return self.coefficients[1] == 0.0 and self.coefficients[3] == 0.0
+        _, b, _, c, _, _ = self.coefficients
+        return b == 0.0 and c == 0.0
 
     @property
     def flips(self) -> tuple[bool, bool]:
         """(left-right, top-bottom) mirroring of an axis-aligned map."""
-        return self.coefficients[0] < 0.0, self.coefficients[4] < 0.0
+        a, _, _, _, d, _ = self.coefficients
+        return a < 0.0, d < 0.0
 
     @property
     def max_scale(self) -> float:
@@ -221,7 +246,9 @@ class ImageMap:
         a, b, _, c, d, _ = self.coefficients
         if b == 0.0 and c == 0.0:
             return max(abs(a), abs(d))
-        return (math.hypot(a + d, b - c) + math.hypot(a - d, b + c)) / 2
+        turning = math.hypot(a + d, b - c)
+        mirroring = math.hypot(a - d, b + c)
+        return (turning + mirroring) / 2
 
     def centre_coefficients(self) -> Coefficients:
         """Return (a, b, tx, c, d, ty) of M = H^-1 A H on centre-origin pixels, or what is
@@ -230,11 +257,15 @@ class ImageMap:
         if self.published is not None:
             return self.published
         a, b, tx, c, d, ty = self.coefficients
-        return a, b, (a + b) / 2 + tx - 0.5, c, d, (c + d) / 2 + ty - 0.5
+        centre_tx = (a + b) / 2 + tx - 0.5
+        centre_ty = (c + d) / 2 + ty - 0.5
+        return a, b, centre_tx, c, d, centre_ty
 
     def centre_matrix(self) -> F64:
         """Return M, float64 (3, 3): centre-origin source pixel (u, v, 1) to output pixel."""
-        return np.array((*self.centre_coefficients(), 0.0, 0.0, 1.0)).reshape(3, 3)
+        matrix = np.eye(3)
+        matrix[:2] = np.reshape(self.centre_coefficients(), (2, 3))
+        return matrix
 
     def ida_mat(self) -> F64:
         """Return M as float64 (4, 4) for projections: (u d, v d, d, 1), d the depth, source to
@@ -265,15 +296,26 @@ class ImageMap:
         left, top, right, bottom = self.visible
         if left >= right or top >= bottom:
             return 0, 0, 0, 0
-        x0, x1 = _covered(a, offset=tx, low=left, high=right, size=self.out_wh[0])
-        y0, y1 = _covered(d, offset=ty, low=top, high=bottom, size=self.out_wh[1])
+        width, height = self.out_wh
+        x0, x1 = _covered(
+            scale=a,
+            offset=tx,
+            low=left,
+            high=right,
+            size=width,
+        )
+        y0, y1 = _covered(
+            scale=d,
+            offset=ty,
+            low=top,
+            high=bottom,
+            size=height,
+        )
         if x0 < x1 and y0 < y1:
             return x0, y0, x1, y1
         return 0, 0, 0, 0
 
-    def visible_columns(
-        self,
-    ) -> tuple[I64, I64] | None:
+    def visible_columns(self) -> tuple[I64, I64] | None:
         """Return (first, last + 1) output columns whose centre sees the source, int64 (height,)
         each, for any map.
 
@@ -299,16 +341,19 @@ class ImageMap:
             (a, b, tx, left, right),
             (c, d, ty, top, bottom),
         ):
-            along = along if abs(along) > 1e-30 else 1e-30  # parallel to the border: all or nothing
-            at_low = (low - offset - across * rows) / along
-            at_high = (high - offset - across * rows) / along
-            first = np.maximum(first, np.minimum(at_low, at_high))
-            last = np.minimum(last, np.maximum(at_low, at_high))
+            if abs(along) <= 1e-30:  # parallel to the border: all or nothing
+                along = 1e-30
+            low_border = (low - offset - across * rows) / along
+            high_border = (high - offset - across * rows) / along
+            near_border = np.minimum(low_border, high_border)
+            far_border = np.maximum(low_border, high_border)
+            first = np.maximum(first, near_border)
+            last = np.minimum(last, far_border)
         first = np.clip(first, 0.0, width)
         last = np.clip(last, -1.0, width - 0.5)
-        first_column = np.ceil(first - 0.5 - _FUZZ).astype(np.int64)
-        last_column = np.floor(last - 0.5 + _FUZZ).astype(np.int64)
-        return first_column, last_column + 1
+        first_column = np.ceil(first - 0.5 - _FUZZ)
+        last_column = np.floor(last - 0.5 + _FUZZ)
+        return first_column.astype(np.int64), last_column.astype(np.int64) + 1
 
     def source_roi(self, support_px: float = 1.0) -> tuple[int, int, int, int]:
         """Return (left, top, right, bottom): whole source pixels that the output samples, within
@@ -317,24 +362,28 @@ class ImageMap:
         ``support_px`` widens it by the reach of the resampling filter, in source pixels. Empty (0,
         0, 0, 0) when the output sees nothing of the source.
         """
-        left, top, right, bottom = _intersect(
-            self.visible, _preimage(self.coefficients, *self.out_wh)
-        )
+        canvas = _preimage(self.coefficients, *self.out_wh)
+        left, top, right, bottom = _intersect(self.visible, canvas)
         if left >= right or top >= bottom:
             return 0, 0, 0, 0
         width, height = self.source_wh
+        first_column = math.floor(left - support_px)
+        first_row = math.floor(top - support_px)
+        end_column = math.ceil(right + support_px)
+        end_row = math.ceil(bottom + support_px)
         return (
-            max(0, math.floor(left - support_px)),
-            max(0, math.floor(top - support_px)),
-            min(width, math.ceil(right + support_px)),
-            min(height, math.ceil(bottom + support_px)),
+            max(0, first_column),
+            max(0, first_row),
+            min(width, end_column),
+            min(height, end_row),
         )
 
 
 def ida_mats(maps: Sequence[ImageMap]) -> F64:
     """Return the `ImageMap.ida_mat` of each map, float64 (N, 4, 4)."""
     mats = np.tile(np.eye(4), (len(maps), 1, 1))
-    coefficients = np.array([image_map.centre_coefficients() for image_map in maps], np.float64)
+    rows = [image_map.centre_coefficients() for image_map in maps]
+    coefficients = np.array(rows, np.float64)
     mats[:, :2, :3] = coefficients.reshape(-1, 2, 3)
     return mats
 
@@ -355,10 +404,12 @@ def _check_size(width: int, height: int) -> None:
 
 
 def _intersect(a: Rectangle, b: Rectangle) -> Rectangle:
-    left = max(a[0], b[0])
-    top = max(a[1], b[1])
-    right = min(a[2], b[2])
-    bottom = min(a[3], b[3])
+    a_left, a_top, a_right, a_bottom = a
+    b_left, b_top, b_right, b_bottom = b
+    left = max(a_left, b_left)
+    top = max(a_top, b_top)
+    right = min(a_right, b_right)
+    bottom = min(a_bottom, b_bottom)
     return left, top, right, bottom
 
 
@@ -372,10 +423,12 @@ def _covered(
     """Return the output pixels [first, last) whose centre maps into [low, high] of the source,
     on one axis.
     """
-    a = scale * low + offset
-    b = scale * high + offset
-    first = math.ceil(min(a, b) - 0.5 - _FUZZ)
-    last = math.floor(max(a, b) - 0.5 + _FUZZ)
+    low_border = scale * low + offset
+    high_border = scale * high + offset
+    start = min(low_border, high_border)
+    end = max(low_border, high_border)
+    first = math.ceil(start - 0.5 - _FUZZ)
+    last = math.floor(end - 0.5 + _FUZZ)
     return max(0, first), min(size, last + 1)
 
 
@@ -383,15 +436,15 @@ def _preimage(coefficients: Coefficients, width: int, height: int) -> Rectangle:
     """Return the bounding box, in the source, of the output canvas."""
     a, b, tx, c, d, ty = coefficients
     if b == 0.0 and c == 0.0:
-        x0 = -tx / a
-        x1 = (width - tx) / a
-        y0 = -ty / d
-        y1 = (height - ty) / d
-        return min(x0, x1), min(y0, y1), max(x0, x1), max(y0, y1)
-    det = a * d - b * c
-    xs = []
-    ys = []
-    for u, v in ((0, 0), (width, 0), (0, height), (width, height)):
-        xs.append((d * (u - tx) - b * (v - ty)) / det)
-        ys.append((a * (v - ty) - c * (u - tx)) / det)
+        xs = [-tx / a, (width - tx) / a]
+        ys = [-ty / d, (height - ty) / d]
+    else:
+        det = a * d - b * c
+        xs = []
+        ys = []
+        for u, v in ((0, 0), (width, 0), (0, height), (width, height)):
+            right = u - tx
+            down = v - ty
+            xs.append((d * right - b * down) / det)
+            ys.append((a * down - c * right) / det)
     return min(xs), min(ys), max(xs), max(ys)

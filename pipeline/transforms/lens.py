@@ -10,6 +10,8 @@ import numpy as np
 from fuelrail.pipeline.errors import ConfigError, needs
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from fuelrail.pipeline.dtypes import F32, F64
 
 
@@ -85,12 +87,19 @@ def read_lens(model: str, dist: F64, intrinsics: F64) -> Lens | None:
         )
     length = next(n for n in lengths if n >= len(coefficients))
     coefficients += [0.0] * (length - len(coefficients))
-    scale = {
-        "ftheta": coefficients[1],
-        "mei": 1.0 / (1.0 + coefficients[0]),
-    }.get(kind, 1.0)
-    rectified = intrinsics * np.array([[scale, scale, 1.0], [scale, scale, 1.0], [1.0, 1.0, 1.0]])
-    return Lens(kind, tuple(coefficients), _as_rows(intrinsics), _as_rows(rectified))
+    scale = 1.0
+    if kind == "ftheta":
+        scale = coefficients[1]
+    elif kind == "mei":
+        scale = 1.0 / (1.0 + coefficients[0])
+    factors = np.ones((3, 3))
+    factors[:2, :2] = scale
+    return Lens(
+        kind=kind,
+        coefficients=tuple(coefficients),
+        stored=_as_rows(intrinsics),
+        rectified=_as_rows(intrinsics * factors),
+    )
 
 
 def _as_rows(matrix: F64) -> Matrix3:
@@ -107,24 +116,41 @@ def source_places(matrix: F64, lens: Lens, wh: tuple[int, int]) -> tuple[F32, F3
     coefficients = np.array(lens.coefficients)
     to_output = matrix @ np.array(lens.rectified)
     if lens.kind in OWN_MODELS:
-        columns, rows = np.meshgrid(
-            np.arange(wh[0], dtype=np.float64),
-            np.arange(wh[1], dtype=np.float64),
-        )
-        pixels = np.stack((columns, rows, np.ones_like(rows)), -1)
-        rays = pixels @ np.linalg.inv(to_output).T
+        width, height = wh
+        columns = np.arange(width, dtype=np.float64)
+        rows = np.arange(height, dtype=np.float64)
+        grid_x, grid_y = np.meshgrid(columns, rows)
+        pixels = np.stack((grid_x, grid_y, np.ones_like(grid_y)), -1)
+        to_ray = np.linalg.inv(to_output)
+        rays = pixels @ to_ray.T
         flat = rays[..., :2] / rays[..., 2:]
-        places = bent(flat, lens) @ camera[:2, :2].T + camera[:2, 2]
-        return places[..., 0].astype(np.float32), places[..., 1].astype(np.float32)
+        focal = camera[:2, :2]
+        centre = camera[:2, 2]
+        places = bent(flat, lens) @ focal.T + centre
+        x = places[..., 0]
+        y = places[..., 1]
+        return x.astype(np.float32), y.astype(np.float32)
     with needs("a lens that is undone"):
         import cv2
 
-    make = (
-        cv2.fisheye.initUndistortRectifyMap
-        if lens.kind == "fisheye"
-        else cv2.initUndistortRectifyMap
-    )
-    x, y = make(camera, coefficients, np.eye(3), to_output, wh, cv2.CV_32FC1)
+    if lens.kind == "fisheye":
+        x, y = cv2.fisheye.initUndistortRectifyMap(
+            K=camera,
+            D=coefficients,
+            R=np.eye(3),
+            P=to_output,
+            size=wh,
+            m1type=cv2.CV_32FC1,
+        )
+    else:
+        x, y = cv2.initUndistortRectifyMap(
+            cameraMatrix=camera,
+            distCoeffs=coefficients,
+            R=np.eye(3),
+            newCameraMatrix=to_output,
+            size=wh,
+            m1type=cv2.CV_32FC1,
+        )
     return x, y  # type: ignore[return-value]
 
 
@@ -139,15 +165,26 @@ def rectified_places(places: F64, lens: Lens) -> F64:
     coefficients = np.array(lens.coefficients)
     rectified = np.array(lens.rectified)
     if lens.kind in OWN_MODELS:
-        inverse = np.linalg.inv(camera[:2, :2])
-        flat = straight((places - camera[:2, 2]) @ inverse.T, lens)
-        return np.asarray(flat @ rectified[:2, :2].T + rectified[:2, 2])
+        focal = camera[:2, :2]
+        centre = camera[:2, 2]
+        to_ray = np.linalg.inv(focal)
+        rays = (places - centre) @ to_ray.T
+        flat = straight(rays, lens)
+        focal = rectified[:2, :2]
+        centre = rectified[:2, 2]
+        return np.asarray(flat @ focal.T + centre)
     with needs("a lens that is undone"):
         import cv2
 
     undo = cv2.fisheye.undistortPoints if lens.kind == "fisheye" else cv2.undistortPoints
     points = np.ascontiguousarray(places, np.float64).reshape(-1, 1, 2)
-    undistorted = undo(points, camera, coefficients, R=np.eye(3), P=rectified)
+    undistorted = undo(
+        points,
+        camera,
+        coefficients,
+        R=np.eye(3),
+        P=rectified,
+    )
     return np.asarray(undistorted, np.float64).reshape(-1, 2)
 
 
@@ -159,12 +196,13 @@ def bent(flat: F64, lens: Lens) -> F64:
     if lens.kind == "ftheta":
         polynomial = np.polynomial.Polynomial(lens.coefficients)
         slope = np.full_like(radius, lens.coefficients[1])  # at the centre, which has no direction
-        bent_radius = polynomial(np.arctan(radius))
+        theta = np.arctan(radius)
+        bent_radius = polynomial(theta)
         np.divide(bent_radius, radius, out=slope, where=radius > 0)
         return np.asarray(flat * slope)
-    xi = lens.coefficients[0]
+    xi, *radtan = lens.coefficients
     depth = 1.0 + xi * np.sqrt(1.0 + radius**2)
-    return _radtan(flat / depth, lens.coefficients[1:])
+    return _radtan(flat / depth, radtan)
 
 
 def straight(places: F64, lens: Lens) -> F64:
@@ -174,20 +212,22 @@ def straight(places: F64, lens: Lens) -> F64:
     if lens.kind == "ftheta":
         polynomial = np.polynomial.Polynomial(lens.coefficients)
         slope = polynomial.deriv()
+        slope_at_centre = lens.coefficients[1]
         radius = np.linalg.norm(places, axis=-1, keepdims=True)
-        theta = radius / lens.coefficients[1]
+        theta = radius / slope_at_centre
         for _ in range(_ROUNDS):
-            change = (polynomial(theta) - radius) / slope(theta)
+            error = polynomial(theta) - radius
+            change = error / slope(theta)
             theta = np.clip(theta - change, 0.0, _WIDEST)
-        per_radius = np.full_like(radius, 1.0 / lens.coefficients[1])
+        per_radius = np.full_like(radius, 1.0 / slope_at_centre)
         np.divide(np.tan(theta), radius, out=per_radius, where=radius > 0)
         return np.asarray(places * per_radius)
-    xi = lens.coefficients[0]
-    coefficients = lens.coefficients[1:]
+    xi, *coefficients = lens.coefficients
     points = places
     for _ in range(_ROUNDS):
         error = _radtan(points, coefficients) - places
-        points = np.clip(points - _solve_radtan(points, error, coefficients), -_FARTHEST, _FARTHEST)
+        change = _solve_radtan(points, error, coefficients)
+        points = np.clip(points - change, -_FARTHEST, _FARTHEST)
     square = (points**2).sum(-1, keepdims=True)
     # The ray through the place on the unit sphere, of which x/z and y/z are asked: Mei and Rives,
     # equation 4.
@@ -197,34 +237,52 @@ def straight(places: F64, lens: Lens) -> F64:
     return np.asarray(points * scale / depth)
 
 
-def _radtan(flat: F64, coefficients: tuple[float, ...]) -> F64:
+def _radtan(flat: F64, coefficients: Sequence[float]) -> F64:
     """Bend places (..., 2) by k1, k2, p1, p2, as OpenCV does."""
     k1, k2, p1, p2 = coefficients
     x = flat[..., 0]
     y = flat[..., 1]
-    square = x**2 + y**2
+    xx = x**2
+    yy = y**2
+    square = xx + yy
     radial = 1.0 + k1 * square + k2 * square**2
-    bent_x = x * radial + 2 * p1 * x * y + p2 * (square + 2 * x**2)
-    bent_y = y * radial + p1 * (square + 2 * y**2) + 2 * p2 * x * y
+    bent_x = x * radial
+    bent_x += 2 * p1 * x * y
+    bent_x += p2 * (square + 2 * xx)
+    bent_y = y * radial
+    bent_y += p1 * (square + 2 * yy)
+    bent_y += 2 * p2 * x * y
     return np.stack((bent_x, bent_y), -1)
 
 
-def _solve_radtan(flat: F64, change: F64, coefficients: tuple[float, ...]) -> F64:
+def _solve_radtan(flat: F64, change: F64, coefficients: Sequence[float]) -> F64:
     """Return how far places (..., 2) must move for `_radtan` to change by ``change``, to first
     order.
     """
     k1, k2, p1, p2 = coefficients
     x = flat[..., 0]
     y = flat[..., 1]
-    square = x**2 + y**2
+    change_x = change[..., 0]
+    change_y = change[..., 1]
+    xx = x**2
+    yy = y**2
+    square = xx + yy
     radial = 1.0 + k1 * square + k2 * square**2
     slope = 2.0 * (k1 + 2.0 * k2 * square)
-    across = x * y * slope + 2 * p1 * x + 2 * p2 * y
-    dx_dx = radial + x**2 * slope + 2 * p1 * y + 6 * p2 * x
-    dy_dy = radial + y**2 * slope + 6 * p1 * y + 2 * p2 * x
-    determinant = dx_dx * dy_dy - across**2
+    # The Jacobian of `_radtan`, which is symmetric.
+    dx_dy = x * y * slope
+    dx_dy += 2 * p1 * x
+    dx_dy += 2 * p2 * y
+    dx_dx = radial + xx * slope
+    dx_dx += 2 * p1 * y
+    dx_dx += 6 * p2 * x
+    dy_dy = radial + yy * slope
+    dy_dy += 6 * p1 * y
+    dy_dy += 2 * p2 * x
+    determinant = dx_dx * dy_dy - dx_dy**2
     # Beyond the fold of a lens there is no inverse; any step is as good there.
-    determinant = np.where(np.abs(determinant) > _FLAT, determinant, 1.0)
-    move_x = (dy_dy * change[..., 0] - across * change[..., 1]) / determinant
-    move_y = (dx_dx * change[..., 1] - across * change[..., 0]) / determinant
-    return np.stack((move_x, move_y), -1)
+    is_solvable = np.abs(determinant) > _FLAT
+    determinant = np.where(is_solvable, determinant, 1.0)
+    move_x = dy_dy * change_x - dx_dy * change_y
+    move_y = dx_dx * change_y - dx_dy * change_x
+    return np.stack((move_x, move_y), -1) / determinant[..., None]

@@ -114,21 +114,24 @@ class PixelAugment(Settings, frozen=True):
         """Refuse what cannot be meant."""
         check_types(self, ConfigError)
         for name in ("contrast", "saturation"):
-            limits = getattr(self, name)
-            if not 0.0 <= limits[0] <= limits[1] < math.inf:
-                raise ConfigError(
-                    f"{name}={list(limits)} must be [low, high] with 0 <= low <= high"
-                )
+            low, high = getattr(self, name)
+            if not 0.0 <= low <= high < math.inf:
+                raise ConfigError(f"{name}={[low, high]} must be [low, high] with 0 <= low <= high")
         settle_train(self, _DRAWN)
 
     @property
     def changes_nothing(self) -> bool:
         """True where every draw would be `NO_CHANGE`."""
-        still = self.brightness == 0.0 and self.hue_deg == 0.0 and not self.swap_channels
-        return not self.train or (
-            (self.prob == 0.0 or (still and self.contrast == self.saturation == (1.0, 1.0)))
-            and self.grid_mask_prob == 0.0
+        if not self.train:
+            return True
+        has_colours = self.prob > 0.0 and (
+            self.brightness != 0.0
+            or self.contrast != (1.0, 1.0)
+            or self.saturation != (1.0, 1.0)
+            or self.hue_deg != 0.0
+            or self.swap_channels
         )
+        return not has_colours and self.grid_mask_prob == 0.0
 
     def evaluation(self) -> PixelAugment:
         """Return the settings that change nothing."""
@@ -156,27 +159,46 @@ class PixelAugment(Settings, frozen=True):
             cameras=(ALL_CAMERAS,) if is_shared else cameras,
             stream=STREAM,
             count=_NUM_DRAWS,
-        ).tolist()
+        )
         prob = self.prob
         changes = []
-        for u in draws:
+        for u in draws.tolist():
+            brightness = 0.0
+            contrast = 1.0
+            saturation = 1.0
+            hue_deg = 0.0
             order = (0, 1, 2)
+            holes = None
+            if u[0] < prob:
+                brightness = self.brightness * (2 * u[1] - 1)
+            if u[2] < prob:
+                contrast = within(self.contrast, u[3])
+            if u[4] < prob:
+                saturation = within(self.saturation, u[5])
+            if u[6] < prob:
+                hue_deg = self.hue_deg * (2 * u[7] - 1)
             if self.swap_channels and u[8] < prob:
                 order = _ORDERS[int(u[9] * len(_ORDERS))]
-            holes = None
             if u[11] < self.grid_mask_prob:
                 u_spacing, u_top, u_left = u[12:]
                 spacing = 2 + int(u_spacing * max(1, height - 2))
-                bar = min(max(int(spacing * self.grid_mask_ratio + 0.5), 1), spacing - 1)
-                holes = GridHoles(spacing, bar, int(u_top * spacing), int(u_left * spacing))
+                bar = int(spacing * self.grid_mask_ratio + 0.5)
+                holes = GridHoles(
+                    spacing,
+                    min(max(bar, 1), spacing - 1),
+                    int(u_top * spacing),
+                    int(u_left * spacing),
+                )
             change = PixelChange(
-                brightness=self.brightness * (2 * u[1] - 1) if u[0] < prob else 0.0,
-                contrast=within(self.contrast, u[3]) if u[2] < prob else 1.0,
-                saturation=within(self.saturation, u[5]) if u[4] < prob else 1.0,
-                hue_deg=self.hue_deg * (2 * u[7] - 1) if u[6] < prob else 0.0,
+                brightness=brightness,
+                contrast=contrast,
+                saturation=saturation,
+                hue_deg=hue_deg,
                 order=order,
                 contrast_first=u[10] < 0.5,
                 holes=holes,
             )
             changes.append(change)
-        return changes * len(cameras) if is_shared else changes
+        if is_shared:
+            return changes * len(cameras)
+        return changes

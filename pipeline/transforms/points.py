@@ -68,9 +68,10 @@ class PointSweeps(CheckedSettings, frozen=True):
         """Return the columns of the cloud: those stored, with ``dt_s`` in the place of ``ring``,
         or last.
         """
-        return tuple("dt_s" if name == RING else name for name in stored) + (
-            () if RING in stored else ("dt_s",)
-        )
+        names = ["dt_s" if name == RING else name for name in stored]
+        if RING not in stored:
+            names.append("dt_s")
+        return tuple(names)
 
     def chosen(
         self,
@@ -81,11 +82,18 @@ class PointSweeps(CheckedSettings, frozen=True):
         sample: int,
     ) -> list[int]:
         """Return the selected earlier sweeps, the latest (0) first."""
-        num = min(self.num_sweeps - 1, num_stored)
-        if self.choose == "latest" or num == num_stored:
-            return list(range(num))
-        draws = uniforms(seed, epoch, sample, stream=STREAM, count=num_stored)[0]
-        chosen: list[int] = np.sort(np.argsort(draws, kind="stable")[:num]).tolist()
+        num_earlier = min(self.num_sweeps - 1, num_stored)
+        if self.choose == "latest" or num_earlier == num_stored:
+            return list(range(num_earlier))
+        draws = uniforms(
+            seed,
+            epoch,
+            sample,
+            stream=STREAM,
+            count=num_stored,
+        )
+        by_draw = np.argsort(draws[0], kind="stable")
+        chosen: list[int] = np.sort(by_draw[:num_earlier]).tolist()
         return chosen
 
     def accumulate(
@@ -102,7 +110,7 @@ class PointSweeps(CheckedSettings, frozen=True):
         sweep first.
 
         Args:
-            own: the sample's own sweep, float32 (P, C).
+            current: the sample's own sweep, float32 (P, C).
             earlier: the sweeps before it; None where none are stored.
             columns: names of the C columns; x, y, z come first. `columns` gives those of the
                 result.
@@ -113,49 +121,49 @@ class PointSweeps(CheckedSettings, frozen=True):
         Raises SchemaError where the sweeps' columns differ.
 
         """
-        if earlier is not None and earlier.points.shape[1] != current.shape[1]:
+        num_stored_columns = current.shape[1]
+        if earlier is not None and earlier.points.shape[1] != num_stored_columns:
             raise SchemaError(
                 f"earlier sweeps have {earlier.points.shape[1]} columns, the sample's own "
-                f"{current.shape[1]}"
+                f"{num_stored_columns}"
             )
-        parts: list[tuple[F32, F64 | None, float]] = [(current, None, 0.0)]
+        sweeps: list[tuple[F32, F64 | None, float]] = [(current, None, 0.0)]
         if self.repeat_if_alone and not chosen:
-            parts *= self.num_sweeps
+            sweeps *= self.num_sweeps
         if earlier is not None and chosen:
             global2lidar = invert_rigid(lidar2global)
             ends = np.cumsum(earlier.num_points).tolist()
-            for sweep in chosen:
-                points = earlier.points[ends[sweep] - int(earlier.num_points[sweep]) : ends[sweep]]
+            for number in chosen:
+                end = ends[number]
+                start = end - int(earlier.num_points[number])
+                points = earlier.points[start:end]
                 # Global coordinates lose centimetres in float32: composed in float64, applied to
                 # the small numbers.
-                move = global2lidar @ earlier.lidar2global[sweep]
-                parts.append(
-                    (
-                        points,
-                        move,
-                        (timestamp_ns - int(earlier.timestamp_ns[sweep])) * 1e-9,
-                    )
-                )
+                earlier2lidar = global2lidar @ earlier.lidar2global[number]
+                dt_ns = timestamp_ns - int(earlier.timestamp_ns[number])
+                sweeps.append((points, earlier2lidar, dt_ns * 1e-9))
         names = self.columns(columns)
-        at_dt = names.index("dt_s")
+        dt_column = names.index("dt_s")
         clouds = []
-        for points, _, _ in parts:
+        for points, _, _ in sweeps:
             if self.min_distance_m > 0.0:
-                near = (np.abs(points[:, :2]) < self.min_distance_m).all(axis=1)
-                points = points[~near] if near.any() else points
+                is_near = (np.abs(points[:, :2]) < self.min_distance_m).all(axis=1)
+                if is_near.any():
+                    points = points[~is_near]
             clouds.append(points)
-        cloud = np.empty((sum(len(points) for points in clouds), len(names)), np.float32)
-        first = 0
-        for points, (_, move, dt_s) in zip(clouds, parts, strict=True):
-            part = cloud[first : first + len(points)]
-            part[:, : points.shape[1]] = points
-            if move is not None:
-                np.matmul(
-                    points[:, :3],
-                    move[:3, :3].T.astype(np.float32),
-                    out=part[:, :3],
-                )
-                part[:, :3] += move[:3, 3].astype(np.float32)
-            part[:, at_dt] = dt_s
-            first += len(points)
+        num_points = sum(map(len, clouds))
+        cloud = np.empty((num_points, len(names)), np.float32)
+        start = 0
+        for points, (_, transform, dt_s) in zip(clouds, sweeps, strict=True):
+            end = start + len(points)
+            part = cloud[start:end]
+            part[:, :num_stored_columns] = points
+            if transform is not None:
+                rotation = transform[:3, :3].T.astype(np.float32)
+                translation = transform[:3, 3].astype(np.float32)
+                places = part[:, :3]
+                np.matmul(points[:, :3], rotation, out=places)
+                places += translation
+            part[:, dt_column] = dt_s
+            start = end
         return cloud

@@ -58,26 +58,23 @@ def uniforms(
     ``stream`` (1 to 16 ASCII characters) keeps different uses apart. Raises ConfigError for an
     address outside signed 64 bits.
     """
-    blocks = -(-count // _WORDS_PER_BLOCK)
+    num_blocks = -(-count // _WORDS_PER_BLOCK)
     person = stream.encode("ascii")
-    pack = _ADDRESS.pack
+    digests = []
     try:
-        words = b"".join(
-            [
-                blake2b(pack(seed, epoch, sample, camera, block), person=person).digest()
-                for camera in cameras
-                for block in range(blocks)
-            ]
-        )
+        for camera in cameras:
+            for block in range(num_blocks):
+                address = _ADDRESS.pack(seed, epoch, sample, camera, block)
+                digests.append(blake2b(address, person=person).digest())
     except struct.error as error:
         raise ConfigError(
             f"random address seed={seed}, epoch={epoch}, sample={sample}, cameras={list(cameras)} "
             f"must be integers of signed 64 bits"
         ) from error
-    table = np.frombuffer(words, dtype="<u8").reshape(len(cameras), blocks * _WORDS_PER_BLOCK)[
-        :, :count
-    ]
-    return (table >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    words = np.frombuffer(b"".join(digests), dtype="<u8")
+    table = words.reshape(len(cameras), num_blocks * _WORDS_PER_BLOCK)
+    upper_53_bits = table[:, :count] >> np.uint64(11)
+    return upper_53_bits.astype(np.float64) * 2.0**-53
 
 
 def settle_train(settings: msgspec.Struct, drawn: Sequence[str]) -> None:
@@ -89,11 +86,14 @@ def settle_train(settings: msgspec.Struct, drawn: Sequence[str]) -> None:
     if getattr(settings, "train", None) is not None:
         return
     defaults = {field.name: field.default for field in msgspec.structs.fields(settings)}
-    values = {name: getattr(settings, name) for name in drawn}
-    chosen = [f"{name}={value!r}" for name, value in values.items() if value != defaults[name]]
-    if chosen:
+    changes = []
+    for name in drawn:
+        value = getattr(settings, name)
+        if value != defaults[name]:
+            changes.append(f"{name}={value!r}")
+    if changes:
         raise ConfigError(
-            f"{type(settings).__name__}: {', '.join(chosen)} is drawn in training alone, and "
+            f"{type(settings).__name__}: {', '.join(changes)} is drawn in training alone, and "
             "train is not given: say train=True, or train=False for evaluation"
         )
     msgspec.structs.force_setattr(settings, "train", False)
@@ -101,4 +101,5 @@ def settle_train(settings: msgspec.Struct, drawn: Sequence[str]) -> None:
 
 def within(limits: tuple[float, float], uniform: float) -> float:
     """Return the number between two limits that a uniform in [0, 1) makes."""
-    return limits[0] + (limits[1] - limits[0]) * uniform
+    low, high = limits
+    return low + (high - low) * uniform

@@ -48,7 +48,7 @@ def make_value(name: str, row: int) -> Any:
     if name == "drawn":
         return Logits(
             rng.integers(0, 1000, (length(row), 5)),
-            known=rng.random(length(row)) < 0.7,
+            mask=rng.random(length(row)) < 0.7,
         )
     weights = rng.dirichlet(np.ones(5), 3)[:, :4]
     return Logits(
@@ -84,7 +84,7 @@ def options(**more: Any) -> dict[str, Any]:
 def same(actual: Logits, expected: Logits | None, form: Logits) -> None:
     """A sample's logits, of a batch with this form, are those that were stored."""
     if expected is None:
-        assert not actual.known.any() and not actual.weights.any()
+        assert not actual.mask.any() and not actual.weights.any()
         return
     assert (actual.tail is None) == (expected.tail is None) == (form.tail is None)
     for name, part in expected.parts.items():

@@ -138,7 +138,7 @@ class Distilled(StagedModel):
                 )
             parts["logits"] = divergence(logits, teacher, self._temperature, binary=binary)
             if isinstance(teacher, Logits):  # the mean is over the positions that are stored
-                share = teacher.known.float().mean(-1, keepdim=True)
+                share = teacher.mask.float().mean(-1, keepdim=True)
                 parts["logits"] = parts["logits"] / (share + (share == 0))
         total = torch.zeros((), device=student_inputs[-1].device)
         for name, part in parts.items():
@@ -162,12 +162,12 @@ def divergence(
     ``binary``: [B, ...] of logits of two classes each, the teacher's of any shape with as many;
     else classes are along the last axis, which the result has not. The temperature is 2 by default;
     of stored `Logits` [..., T] it is 1, and must be that at which they were stored. Positions that
-    are not ``known`` have 0. Of top-k all other tokens count as one. Of draws the result is the
+    ``mask`` leaves out have 0. Of top-k all other tokens count as one. Of draws the result is the
     cross-entropy: its expectation is the divergence plus the teacher's entropy, with the gradient
     of the divergence (arXiv 2503.16870).
 
     With ``weights``, of the result's shape, such as a mask of real tokens, returns the weighted
-    mean over known positions; 0 where all weights are 0.
+    mean over stored positions; 0 where all weights are 0.
     """
     if isinstance(teacher, Logits):
         temperature = 1.0 if temperature is None else temperature
@@ -183,7 +183,7 @@ def divergence(
             # left of its digits.
             rest = student.scatter(-1, indices, -torch.inf).logsumexp(-1) - total
             values = values + torch.xlogy(teacher.tail, teacher.tail) - teacher.tail * rest
-        weights = None if weights is None else weights * teacher.known
+        weights = None if weights is None else weights * teacher.mask
     else:
         temperature = TEMPERATURE if temperature is None else temperature
         student = logits.float() / temperature

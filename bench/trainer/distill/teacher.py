@@ -208,7 +208,7 @@ def make_layer_teacher(
             parts = (
                 "indices",
                 "weights",
-                "known",
+                "mask",
                 *(("tail",) if logits.kind == TOPK else ()),
             )
 

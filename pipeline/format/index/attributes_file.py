@@ -74,7 +74,11 @@ class AttributesFile:
                 )
             return schema.remove_metadata()
 
-    def batches(self, names: Sequence[str], rows: range | None = None) -> Iterator[pa.RecordBatch]:
+    def batches(
+        self,
+        names: Sequence[str],
+        rows: range | None = None,
+    ) -> Iterator[pa.RecordBatch]:
         """Yield the columns ``names``, about a thousand rows at a time; read nothing else of the
         file.
 
@@ -84,33 +88,39 @@ class AttributesFile:
             for name in names:
                 if name not in schema.names:
                     raise IndexFileError(f"'{self._path}' has no column '{shortened(name)}'")
-            groups = [
-                file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)
-            ]
-            ends = list(itertools.accumulate((group.num_rows for group in groups), initial=0))
-            interval = range(ends[-1]) if rows is None else rows
-            numbers = [
-                n
-                for n in range(len(groups))
-                if ends[n] < interval.stop and ends[n + 1] > interval.start
-            ]
+            num_groups = file.metadata.num_row_groups
+            groups = [file.metadata.row_group(number) for number in range(num_groups)]
+            lengths = [group.num_rows for group in groups]
+            bounds = list(itertools.accumulate(lengths, initial=0))
+            if rows is None:
+                rows = range(bounds[-1])
+            numbers = []
+            for number, (start, end) in enumerate(itertools.pairwise(bounds)):
+                if start < rows.stop and end > rows.start:
+                    numbers.append(number)
             if self._blocks is not None:
-                chunks = []
+                parts = []
                 for number in numbers:
-                    for column in map(groups[number].column, range(groups[number].num_columns)):
-                        if column.path_in_schema in names:
-                            first = column.dictionary_page_offset or column.data_page_offset
-                            chunks.append((first, first + column.total_compressed_size))
-                self._blocks.need_parts(*chunks)
-            first_row = ends[numbers[0]] if numbers else 0
-            for batch in file.iter_batches(_ROWS_AT_ONCE, row_groups=numbers, columns=list(names)):
-                low, high = (
-                    min(max(side - first_row, 0), len(batch))
-                    for side in (interval.start, interval.stop)
-                )
+                    group = groups[number]
+                    for column_number in range(group.num_columns):
+                        chunk = group.column(column_number)
+                        if chunk.path_in_schema in names:
+                            first = chunk.dictionary_page_offset or chunk.data_page_offset
+                            parts.append((first, first + chunk.total_compressed_size))
+                self._blocks.need_parts(*parts)
+            first_row = bounds[numbers[0]] if numbers else 0
+            batches = file.iter_batches(
+                _ROWS_AT_ONCE,
+                row_groups=numbers,
+                columns=list(names),
+            )
+            for batch in batches:
+                low = max(rows.start - first_row, 0)
+                high = min(rows.stop - first_row, len(batch))
                 first_row += len(batch)
                 if low < high:
-                    yield from self._expanded(batch.slice(low, high - low).select(list(names)))
+                    part = batch.slice(low, high - low)
+                    yield from self._expanded(part.select(list(names)))
 
     def _expanded(self, batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
         """Yield a batch with its texts expanded, in parts where that takes much memory.
@@ -120,7 +130,8 @@ class AttributesFile:
         for name, array in zip(batch.schema.names, batch.columns, strict=True):
             texts = array.dictionary if pa.types.is_dictionary(array.type) else array
             if pa.types.is_string(texts.type):
-                longest = pc.max(pc.binary_length(texts)).as_py() or 0
+                lengths = pc.binary_length(texts)
+                longest = pc.max(lengths).as_py() or 0
                 if longest > MAX_TEXT_BYTES:
                     raise IndexFileError(
                         f"'{self._path}': column '{shortened(name)}' has a text of "
@@ -131,10 +142,11 @@ class AttributesFile:
         num_rows = -(-len(batch) // max(num_parts, 1))
         for first in range(0, len(batch), num_rows):
             part = batch.slice(first, num_rows)
-            arrays = [
-                array.cast(pa.string()) if pa.types.is_dictionary(array.type) else array
-                for array in part.columns
-            ]
+            arrays = []
+            for array in part.columns:
+                if pa.types.is_dictionary(array.type):
+                    array = array.cast(pa.string())
+                arrays.append(array)
             yield pa.RecordBatch.from_arrays(arrays, names=batch.schema.names)
 
     @contextlib.contextmanager
@@ -164,25 +176,23 @@ class AttributesFile:
                                 f"'{self._path}' has the column '{shortened(name)}' {count} times"
                             )
                     for field in schema:
-                        if field.type not in _TYPES and (field.name, field.type) != (
-                            "frame",
-                            pa.int32(),
-                        ):
-                            listed = ", ".join(map(str, _TYPES))
+                        is_frame = field.name == "frame" and field.type == pa.int32()
+                        if field.type not in _TYPES and not is_frame:
+                            types = ", ".join(map(str, _TYPES))
                             raise IndexFileError(
                                 f"'{self._path}': column '{shortened(field.name)}' has the type "
-                                f"{shortened(field.type)}, expected one of {listed}"
+                                f"{shortened(field.type)}, expected one of {types}"
                             )
                     for number in range(file.metadata.num_row_groups):
                         group = file.metadata.row_group(number)
-                        columns = [group.column(column) for column in range(group.num_columns)]
-                        num_bytes = max(
-                            group.total_byte_size,
-                            sum(column.total_uncompressed_size for column in columns),
-                        )
-                        text = ATTRIBUTES.broken(num_bytes)
-                        if text is not None:
-                            raise IndexFileError(f"'{self._path}': row group {number} {text}")
+                        column_bytes = 0
+                        for column_number in range(group.num_columns):
+                            chunk = group.column(column_number)
+                            column_bytes += chunk.total_uncompressed_size
+                        num_bytes = max(group.total_byte_size, column_bytes)
+                        reason = ATTRIBUTES.broken(num_bytes)
+                        if reason is not None:
+                            raise IndexFileError(f"'{self._path}': row group {number} {reason}")
                     yield file, schema
         except OSError as error:
             raise IndexFileError(

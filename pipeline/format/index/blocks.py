@@ -65,10 +65,11 @@ def block_digests(path: Path) -> bytes:
     """Return the SHA-256 of each block of a file of a dataset, one after the other; raise
     OSError.
     """
+    digests = []
     with open_file(path) as file:
-        return b"".join(
-            hashlib.sha256(block).digest() for block in iter(lambda: file.read(BLOCK_BYTES), b"")
-        )
+        while block := file.read(BLOCK_BYTES):
+            digests.append(hashlib.sha256(block).digest())
+    return b"".join(digests)
 
 
 def split_digests(data: bytes, sizes: Iterable[tuple[str, int]]) -> dict[str, bytes]:
@@ -98,7 +99,12 @@ class BlockFile:
     host. Safe to use from many threads.
     """
 
-    def __init__(self, path: Path, digests: bytes | None = None, read: Read | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        digests: bytes | None = None,
+        read: Read | None = None,
+    ) -> None:
         """Map the file; raises IndexFileError where it cannot be opened or has another size than
         its digests.
         """
@@ -110,17 +116,18 @@ class BlockFile:
                 self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
                 self._descriptor = None if digests is None else os.dup(file.fileno())
         except (OSError, ValueError) as error:  # ValueError: an empty file
-            why = (isinstance(error, OSError) and error.strerror) or error
-            raise IndexFileError(f"'{path}' cannot be opened: {why}") from error
+            reason = (isinstance(error, OSError) and error.strerror) or error
+            raise IndexFileError(f"'{path}' cannot be opened: {reason}") from error
         if self._descriptor is not None:
             weakref.finalize(self, os.close, self._descriptor)
         self._view = memoryview(self.map)
-        if digests is not None and len(digests) != DIGEST_BYTES * num_blocks(len(self._view)):
+        num_file_blocks = num_blocks(len(self._view))
+        if digests is not None and len(digests) != DIGEST_BYTES * num_file_blocks:
             raise IndexFileError(
                 f"'{path}' has {len(self._view)} bytes, but {BLOCKS_FILE} has "
                 f"{len(digests) // DIGEST_BYTES} digests of it, one for each {BLOCK_BYTES} bytes"
             )
-        self._good = bytearray(num_blocks(len(self._view)))
+        self._good = bytearray(num_file_blocks)
         self._claim = threading.Lock()
         self._in_background = list[threading.Thread]()
 
@@ -146,16 +153,14 @@ class BlockFile:
         """Have those bytes of parts (first byte, end) here that are in the file, if any can be
         missing: all at once.
         """
-        if self._read is not None:
-            blocks = set[int]()
-            for first, end in parts:
-                blocks.update(
-                    range(
-                        max(first, 0) // BLOCK_BYTES,
-                        num_blocks(min(end, len(self._view))),
-                    )
-                )
-            self._check(sorted(blocks))
+        if self._read is None:
+            return
+        blocks = set[int]()
+        for first, end in parts:
+            first_block = max(first, 0) // BLOCK_BYTES
+            end_block = num_blocks(min(end, len(self._view)))
+            blocks.update(range(first_block, end_block))
+        self._check(sorted(blocks))
 
     def _missing(self, blocks: Sequence[int]) -> list[int]:
         """Return the blocks whose bytes do not match their digests."""
@@ -164,10 +169,8 @@ class BlockFile:
             if not self._good[block]:
                 # Not through the map: in a tmpfs each hole that is looked at takes memory, and
                 # SIGBUS comes where it is full.
-                self._good[block] = self._matches(
-                    block,
-                    os.pread(self._descriptor, BLOCK_BYTES, block * BLOCK_BYTES),
-                )
+                data = os.pread(self._descriptor, BLOCK_BYTES, block * BLOCK_BYTES)
+                self._good[block] = self._matches(block, data)
         return [block for block in blocks if not self._good[block]]
 
     def _check(self, blocks: Sequence[int]) -> None:
@@ -175,16 +178,18 @@ class BlockFile:
         if not missing:
             return
         if self._read is None:
+            start = missing[0] * BLOCK_BYTES
+            end = min(start + BLOCK_BYTES, len(self._view))
             raise IndexFileError(
-                f"'{self.path}' is damaged: bytes {missing[0] * BLOCK_BYTES} to "
-                f"{min((missing[0] + 1) * BLOCK_BYTES, len(self._view))} do not match their "
+                f"'{self.path}' is damaged: bytes {start} to {end} do not match their "
                 f"SHA-256 in {BLOCKS_FILE}; `fuelrail verify` checks the whole dataset"
             )
         runs = _runs(missing)
         if len(runs) == 1:
             self._fetch(self._read, runs[0])
             return
-        with ThreadPoolExecutor(min(len(runs), _MAX_REQUESTS)) as pool:
+        num_requests = min(len(runs), _MAX_REQUESTS)
+        with ThreadPoolExecutor(num_requests) as pool:
             list(pool.map(partial(self._fetch, self._read), runs))
 
     def fetch_in_background(self) -> None:
@@ -195,33 +200,36 @@ class BlockFile:
         read = self._read
         if read is None or not self._claim.acquire(blocking=False):
             return
-        firsts = [*range(0, len(self._good), _MAX_RUN)]
-        random.Random().shuffle(firsts)  # processes that share the cache fetch different parts
-        run_starts = iter(firsts)
+        num_file_blocks = len(self._good)
+        starts = list(range(0, num_file_blocks, _MAX_RUN))
+        random.Random().shuffle(starts)  # processes that share the cache fetch different parts
+        remaining_starts = iter(starts)
 
         def work() -> None:
             with contextlib.suppress(FuelrailError):
-                for first in run_starts:
+                for start in remaining_starts:
+                    end = min(start + _MAX_RUN, num_file_blocks)
                     # One after the other: the interpreter would wait for the threads of a pool when
                     # it ends, but not for daemons. What is stored by then stays in the cache.
-                    for run in _runs(
-                        self._missing(range(first, min(first + _MAX_RUN, len(self._good))))
-                    ):
+                    for run in _runs(self._missing(range(start, end))):
                         self._fetch(read, run)
 
-        self._in_background = [
-            threading.Thread(target=work, name=f"fetch {self.path.name}", daemon=True)
-            for _ in range(_BACKGROUND_REQUESTS)
-        ]
+        self._in_background = []
+        for _ in range(_BACKGROUND_REQUESTS):
+            thread = threading.Thread(
+                target=work,
+                name=f"fetch {self.path.name}",
+                daemon=True,
+            )
+            self._in_background.append(thread)
         for thread in self._in_background:
             thread.start()
 
     def _matches(self, block: int, data: memoryview | bytes) -> bool:
         assert self._digests is not None
-        return (
-            hashlib.sha256(data).digest()
-            == self._digests[DIGEST_BYTES * block : DIGEST_BYTES * (block + 1)]
-        )
+        start = DIGEST_BYTES * block
+        expected = self._digests[start : start + DIGEST_BYTES]
+        return hashlib.sha256(data).digest() == expected
 
     def _fetch(self, read: Read, run: range) -> None:
         first = run.start * BLOCK_BYTES
@@ -229,8 +237,11 @@ class BlockFile:
 
         def check(data: bytes) -> memoryview:
             view = memoryview(data)
-            parts = ((b, view[(b - run.start) * BLOCK_BYTES :][:BLOCK_BYTES]) for b in run)
-            if len(data) != end - first or not all(self._matches(*part) for part in parts):
+            is_sound = len(data) == end - first
+            for number, block in enumerate(run):
+                start = number * BLOCK_BYTES
+                is_sound = is_sound and self._matches(block, view[start : start + BLOCK_BYTES])
+            if not is_sound:
                 raise IndexFileError(
                     f"bytes {first} to {end} of '{self.path.name}' at the dataset's URL are "
                     f"not those that {BLOCKS_FILE} describes (SHA-256 differs): was the "
@@ -264,17 +275,14 @@ class BlockFile:
     def open_arrow(self) -> pa.ipc.RecordBatchFileReader:
         """Return the file as an Arrow file; raise IndexFileError where it is none."""
         try:
-            self.need(*footer_range(self._view, self.need))
+            first, end = footer_range(self._view, self.need)
+            self.need(first, end)
             # Arrow does not look at it. At a URL the first block is fetched with the first rows.
             if self._read is None and self.map[: len(ARROW_MAGIC)] != ARROW_MAGIC:
                 raise IndexFileError("it does not begin as an Arrow file does")
-            return pa.ipc.open_file(pa.BufferReader(pa.py_buffer(self.map)))
-        except (
-            OSError,
-            ValueError,
-            pa.ArrowException,
-            IndexFileError,
-        ) as error:
+            buffer = pa.py_buffer(self.map)
+            return pa.ipc.open_file(pa.BufferReader(buffer))
+        except (OSError, ValueError, pa.ArrowException, IndexFileError) as error:
             raise IndexFileError(f"index '{self.path}' cannot be opened: {error}") from error
 
     def has_batch(self, number: int) -> bool:
@@ -302,10 +310,13 @@ def _runs(blocks: Iterable[int]) -> list[range]:
     """Merge ascending numbers of blocks into ranges, each of which one request fetches."""
     runs: list[range] = []
     for block in blocks:
-        if runs and runs[-1].stop == block and len(runs[-1]) < _MAX_RUN:
-            runs[-1] = range(runs[-1].start, block + 1)
-        else:
-            runs.append(range(block, block + 1))
+        end = block + 1
+        if runs:
+            run = runs[-1]
+            if run.stop == block and len(run) < _MAX_RUN:
+                runs[-1] = range(run.start, end)
+                continue
+        runs.append(range(block, end))
     return runs
 
 
@@ -314,7 +325,7 @@ class _Stream(RawIOBase):
 
     def __init__(self, file: BlockFile) -> None:
         self._file = file
-        self._at = 0
+        self._position = 0
 
     def readable(self) -> bool:
         return True
@@ -323,24 +334,22 @@ class _Stream(RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = (
-            offset
-            + {
-                os.SEEK_SET: 0,
-                os.SEEK_CUR: self._at,
-                os.SEEK_END: len(self._file.map),
-            }[whence]
-        )
-        return self._at
+        origins = {
+            os.SEEK_SET: 0,
+            os.SEEK_CUR: self._position,
+            os.SEEK_END: len(self._file.map),
+        }
+        self._position = origins[whence] + offset
+        return self._position
 
     def readinto(self, buffer: Any) -> int:
-        data = self._file.need(
-            self._at,
-            max(min(self._at + len(buffer), len(self._file.map)), self._at),
-        )
-        buffer[: len(data)] = data
-        self._at += len(data)
-        return len(data)
+        start = self._position
+        end = min(start + len(buffer), len(self._file.map))
+        data = self._file.need(start, max(start, end))
+        num_bytes = len(data)
+        buffer[:num_bytes] = data
+        self._position += num_bytes
+        return num_bytes
 
 
 def open_sparse(

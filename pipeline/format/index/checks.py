@@ -8,7 +8,7 @@ more.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
@@ -62,18 +62,19 @@ def check_plain(view: memoryview, number: int) -> None:
     try:
         message, _, body_bytes = _message(view, number, _FOOTER_BATCHES)
         table = _root(message)
-        header_at = _field(message, table, _MESSAGE_HEADER)
-        batch = header_at + struct.unpack_from("<I", message, header_at)[0]
+        header_field = _field(message, table, _MESSAGE_HEADER)
+        batch = _target(message, header_field)
         # Before Arrow 1.0 the compression stood in the message's metadata; we and Arrow write none
         # there.
-        if _field(message, batch, _BATCH_COMPRESSION) or _field(message, table, _MESSAGE_METADATA):
+        compression = _field(message, batch, _BATCH_COMPRESSION)
+        metadata = _field(message, table, _MESSAGE_METADATA)
+        if compression or metadata:
             raise IndexFileError(
                 "its buffers are compressed, and an index is not: it is meant to be mapped"
             )
-        buffers, count = _vector(message, _field(message, batch, _BATCH_BUFFERS))
-        for index in range(count):
-            offset, length = struct.unpack_from("<qq", message, buffers + _BUFFER_BYTES * index)
-            if not 0 <= offset <= offset + length <= min(body_bytes, len(view)):
+        num_bytes = min(body_bytes, len(view))
+        for offset, length in _buffers(message, batch):
+            if not 0 <= offset <= offset + length <= num_bytes:
                 raise IndexFileError(
                     f"a buffer of {length} bytes at {offset} lies outside the file"
                 )
@@ -111,7 +112,8 @@ def list_buffer_bytes(view: memoryview) -> list[BufferBytes]:
             _, count = _blocks(view, field)
             for number in range(count):
                 message, body_start, body_bytes = _message(view, number, field)
-                body = view[body_start : body_start + body_bytes]
+                body_end = body_start + body_bytes
+                body = view[body_start:body_end]
                 sizes.append(buffer_bytes_of_message(message, body))
     except (struct.error, ValueError, OverflowError) as error:
         raise IndexFileError(f"it is not an Arrow file: {error}") from error
@@ -124,23 +126,27 @@ def buffer_bytes_of_message(message: memoryview, body: memoryview) -> BufferByte
     Raises struct.error, ValueError or OverflowError for what is not a message of Arrow.
     """
     root = _root(message)
-    header_at = _field(message, root, _MESSAGE_HEADER)
-    batch = header_at + struct.unpack_from("<I", message, header_at)[0]
-    (kind,) = struct.unpack_from("<B", message, _field(message, root, _MESSAGE_HEADER_TYPE))
-    if kind == _IS_DICTIONARY:
-        data_at = _field(message, batch, _DICTIONARY_BATCH)
-        batch = data_at + struct.unpack_from("<I", message, data_at)[0]
+    header_field = _field(message, root, _MESSAGE_HEADER)
+    batch = _target(message, header_field)
+    type_field = _field(message, root, _MESSAGE_HEADER_TYPE)
+    (header_type,) = struct.unpack_from("<B", message, type_field)
+    is_dictionary = header_type == _IS_DICTIONARY
+    if is_dictionary:
+        data_field = _field(message, batch, _DICTIONARY_BATCH)
+        batch = _target(message, data_field)
     is_compressed = bool(_field(message, batch, _BATCH_COMPRESSION))
-    buffers, count = _vector(message, _field(message, batch, _BATCH_BUFFERS))
     decoded = 0
-    for index in range(count):
-        offset, length = struct.unpack_from("<qq", message, buffers + _BUFFER_BYTES * index)
+    for offset, length in _buffers(message, batch):
         num_bytes = max(length, 0)
         if is_compressed and length >= _LENGTH_BYTES:
-            (stated,) = struct.unpack_from("<q", body, offset)
-            num_bytes = max(num_bytes, stated)  # -1: it is stored as it is
+            (stated_bytes,) = struct.unpack_from("<q", body, offset)
+            num_bytes = max(num_bytes, stated_bytes)  # -1: it is stored as it is
         decoded += num_bytes
-    return BufferBytes(decoded, stored=len(body), is_dictionary=kind == _IS_DICTIONARY)
+    return BufferBytes(
+        decoded,
+        stored=len(body),
+        is_dictionary=is_dictionary,
+    )
 
 
 def footer_range(view: memoryview, need: Callable[[int, int], memoryview]) -> tuple[int, int]:
@@ -149,13 +155,14 @@ def footer_range(view: memoryview, need: Callable[[int, int], memoryview]) -> tu
 
     ``need`` has bytes of the file read or fetched before they are looked at.
     """
-    if len(view) < _TAIL_BYTES:
+    footer_end = len(view) - _TAIL_BYTES
+    if footer_end < 0:
         raise IndexFileError("it is too short for an Arrow file")
-    need(len(view) - _TAIL_BYTES, len(view))
-    footer_bytes, end = struct.unpack_from("<i6s", view, len(view) - _TAIL_BYTES)
-    if end != ARROW_MAGIC or not 0 < footer_bytes <= len(view) - _TAIL_BYTES:
+    need(footer_end, len(view))
+    footer_bytes, magic = struct.unpack_from("<i6s", view, footer_end)
+    if magic != ARROW_MAGIC or not 0 < footer_bytes <= footer_end:
         raise IndexFileError("it does not end as an Arrow file does")
-    return len(view) - _TAIL_BYTES - footer_bytes, len(view)
+    return footer_end - footer_bytes, len(view)
 
 
 def batch_range(view: memoryview, number: int) -> tuple[int, int]:
@@ -172,62 +179,99 @@ def batch_range(view: memoryview, number: int) -> tuple[int, int]:
     return start, end
 
 
-def _block(view: memoryview, number: int, field: int = _FOOTER_BATCHES) -> tuple[int, int, int]:
+def _block(
+    view: memoryview,
+    number: int,
+    field: int = _FOOTER_BATCHES,
+) -> tuple[int, int, int]:
     """Return where a record batch is: first byte, bytes of its metadata, bytes of its body."""
     first, count = _blocks(view, field)
     if not 0 <= number < count:
         raise IndexFileError(f"it has no record batch {number}")
-    block: tuple[int, int, int] = struct.unpack_from("<qi4xq", view, first + _BLOCK_BYTES * number)
+    place = first + _BLOCK_BYTES * number
+    block: tuple[int, int, int] = struct.unpack_from("<qi4xq", view, place)
     return block
 
 
 def _message(view: memoryview, number: int, field: int) -> tuple[memoryview, int, int]:
     """Return a batch's metadata, and where its body begins and how long it is."""
     start, metadata_bytes, body_bytes = _block(view, number, field)
-    (first,) = struct.unpack_from("<I", view, start)
+    (first_word,) = struct.unpack_from("<I", view, start)
+    prefix_bytes = 8 if first_word == _CONTINUED else 4
     body_start = start + metadata_bytes
-    return view[start + (8 if first == _CONTINUED else 4) : body_start], body_start, body_bytes
+    metadata = view[start + prefix_bytes : body_start]
+    return metadata, body_start, body_bytes
 
 
 def _blocks(view: memoryview, field: int) -> tuple[int, int]:
     """Return where the footer's list of batches begins, and how many these are."""
-    footer_bytes, end = struct.unpack_from("<i6s", view, len(view) - _TAIL_BYTES)
-    if end != ARROW_MAGIC:
+    footer_end = len(view) - _TAIL_BYTES
+    footer_bytes, magic = struct.unpack_from("<i6s", view, footer_end)
+    if magic != ARROW_MAGIC:
         raise IndexFileError("it does not end as an Arrow file does")
-    footer_at = len(view) - _TAIL_BYTES - footer_bytes
-    footer = view[footer_at : len(view) - _TAIL_BYTES]
-    first, count = _vector(footer, _field(footer, _root(footer), field))
-    return footer_at + first, count
+    footer_start = footer_end - footer_bytes
+    footer = view[footer_start:footer_end]
+    blocks_field = _field(footer, _root(footer), field)
+    first, count = _vector(footer, blocks_field)
+    return footer_start + first, count
 
 
 def _root(data: memoryview) -> int:
-    return int(struct.unpack_from("<I", data, 0)[0])
+    """Return where a flatbuffer has its root table."""
+    return _target(data, 0)
+
+
+def _target(data: memoryview, place: int) -> int:
+    """Return what a flatbuffer's offset at a place refers to: it counts from that place."""
+    (offset,) = struct.unpack_from("<I", data, place)
+    return place + int(offset)
+
+
+def _buffers(message: memoryview, batch: int) -> Iterator[tuple[int, int]]:
+    """Yield where a record batch's body has each of its buffers, and its length."""
+    buffers_field = _field(message, batch, _BATCH_BUFFERS)
+    first, count = _vector(message, buffers_field)
+    for number in range(count):
+        place = first + _BUFFER_BYTES * number
+        offset, length = struct.unpack_from("<qq", message, place)
+        yield offset, length
 
 
 def _field(data: memoryview, table: int, number: int) -> int:
     """Return where a table of a flatbuffer has its field; 0 where it has none."""
-    vtable = table - struct.unpack_from("<i", data, table)[0]
-    if vtable < 0 or struct.unpack_from("<H", data, vtable)[0] < 6 + 2 * number:
+    (distance,) = struct.unpack_from("<i", data, table)
+    vtable = table - distance
+    if vtable < 0:
         return 0
-    offset = struct.unpack_from("<H", data, vtable + 4 + 2 * number)[0]
-    return table + offset if offset else 0
+    (vtable_bytes,) = struct.unpack_from("<H", data, vtable)
+    entry = 4 + 2 * number
+    if vtable_bytes < entry + 2:
+        return 0
+    (offset,) = struct.unpack_from("<H", data, vtable + entry)
+    return table + int(offset) if offset else 0
 
 
 def _vector(data: memoryview, field: int) -> tuple[int, int]:
     """Return where the vector that a field refers to has its first element, and their number."""
     if not field:
         return 0, 0
-    start = field + struct.unpack_from("<I", data, field)[0]
-    return start + 4, int(struct.unpack_from("<I", data, start)[0])
+    start = _target(data, field)
+    (count,) = struct.unpack_from("<I", data, start)
+    return start + 4, int(count)
 
 
 def check_texts(column: pa.StringArray, name: str) -> None:
     """Raise IndexFileError for keys or clip ids that are too long, by their offsets alone."""
-    _, starts, _ = column.buffers()
-    if starts is None or not len(column):
+    _, offsets, _ = column.buffers()
+    if offsets is None or not len(column):
         return
-    ends = np.frombuffer(starts, np.int32, len(column) + 1, column.offset * 4)
-    longest = _largest(np.diff(ends))
+    bounds = np.frombuffer(
+        offsets,
+        np.int32,
+        count=len(column) + 1,
+        offset=column.offset * 4,
+    )
+    longest = _largest(np.diff(bounds))
     if longest > MAX_KEY_BYTES:
         raise IndexFileError(f"a {name} of {longest} bytes, over the limit of {MAX_KEY_BYTES}")
 
@@ -236,7 +280,8 @@ def _largest(values: NDArray[Any]) -> int:
     """Return the largest value, where one below 0 counts as larger than any cap: one pass checks
     both ends.
     """
-    return int(values.view(f"u{values.itemsize}").max(initial=0))
+    unsigned = values.view(f"u{values.itemsize}")
+    return int(unsigned.max(initial=0))
 
 
 def check_spans(
@@ -250,15 +295,19 @@ def check_spans(
     """Raise IndexFileError for a span that is too long or begins before its shard, or for a
     shard that is not there.
     """
-    if _largest(length) > MAX_SAMPLE_BYTES:
+    max_length = _largest(length)
+    if max_length > MAX_SAMPLE_BYTES:
         raise IndexFileError(
-            f"a span of {_signed(_largest(length))} bytes; allowed are 0 to {MAX_SAMPLE_BYTES}"
+            f"a span of {_signed(max_length)} bytes; allowed are 0 to {MAX_SAMPLE_BYTES}"
         )
     if _largest(offset) >= 1 << 63:
         raise IndexFileError("a span that begins before its shard")
     if num_shards is not None and _largest(shard) >= num_shards:
-        wrong = int(shard.min()) if shard.min() < 0 else int(shard.max())
-        raise IndexFileError(f"a sample in shard number {wrong}, but the manifest has {num_shards}")
+        smallest = int(shard.min())
+        number = smallest if smallest < 0 else int(shard.max())
+        raise IndexFileError(
+            f"a sample in shard number {number}, but the manifest has {num_shards}"
+        )
 
 
 def _signed(number: int) -> int:
@@ -281,28 +330,31 @@ def check_caps(
     name, codec, _, stored, raw, _ = members
     if not len(stored):
         return
-    most_members = _largest(np.diff(starts))
-    most_stored = _largest(stored)
-    most_raw = _largest(raw)
-    if most_members > MAX_MEMBERS:
-        raise IndexFileError(f"a sample of {most_members} members, over the cap of {MAX_MEMBERS}")
-    if most_raw > MAX_MEMBER_BYTES or most_stored > MAX_SAMPLE_BYTES:
-        worst = max(map(_signed, (most_raw, most_stored)), key=abs)
+    max_members = _largest(np.diff(starts))
+    max_stored = _largest(stored)
+    max_raw = _largest(raw)
+    if max_members > MAX_MEMBERS:
+        raise IndexFileError(f"a sample of {max_members} members, over the cap of {MAX_MEMBERS}")
+    if max_raw > MAX_MEMBER_BYTES or max_stored > MAX_SAMPLE_BYTES:
+        sizes = (_signed(max_raw), _signed(max_stored))
         raise IndexFileError(
-            f"a member of {worst} bytes, over the cap of {MAX_MEMBER_BYTES} or under 0"
+            f"a member of {max(sizes, key=abs)} bytes, over the cap of {MAX_MEMBER_BYTES} or "
+            "under 0"
         )
     for number, text in enumerate(names):
-        if member_cap(text) < most_raw and (
-            num_bytes := int(raw[name == number].max(initial=0))
-        ) > member_cap(text):
-            raise IndexFileError(
-                f"a member {text} of {num_bytes} bytes, over the cap of {member_cap(text)}"
-            )
-    if most_members * (most_stored + most_raw) <= MAX_SAMPLE_BYTES:
+        cap = member_cap(text)
+        if max_raw <= cap:
+            continue
+        num_bytes = int(raw[name == number].max(initial=0))
+        if num_bytes > cap:
+            raise IndexFileError(f"a member {text} of {num_bytes} bytes, over the cap of {cap}")
+    if max_members * (max_stored + max_raw) <= MAX_SAMPLE_BYTES:
         return
-    plain = codecs.index(RAW) if RAW in codecs else -1
-    sums = np.concatenate(([0], np.cumsum(stored + np.where(codec == plain, 0, raw))))
-    largest = int((sums[starts[1:]] - sums[starts[:-1]]).max())
+    raw_codec = codecs.index(RAW) if RAW in codecs else -1
+    extra_bytes = np.where(codec == raw_codec, 0, raw)
+    sums = np.concatenate(([0], np.cumsum(stored + extra_bytes)))
+    sample_bytes = sums[starts[1:]] - sums[starts[:-1]]
+    largest = int(sample_bytes.max())
     if largest > MAX_SAMPLE_BYTES:
         raise IndexFileError(
             f"a sample would take {largest} bytes of memory, over the cap of {MAX_SAMPLE_BYTES}"

@@ -28,11 +28,17 @@ class FixedColumns:
     read range by range.
     """
 
-    def __init__(self, file: BlockFile, schema: pa.Schema, dtypes: Mapping[str, np.dtype]) -> None:
+    def __init__(
+        self,
+        file: BlockFile,
+        schema: pa.Schema,
+        dtypes: Mapping[str, np.dtype],
+    ) -> None:
         """Open it; raises IndexFileError where the file is not of that schema."""
         self._file = file
         reader = file.open_arrow()
-        if not reader.schema.equals(schema, check_metadata=True) or reader.num_record_batches != 1:
+        has_columns = reader.schema.equals(schema, check_metadata=True)
+        if not has_columns or reader.num_record_batches != 1:
             raise IndexFileError(
                 f"'{file.path}' does not have the columns and the one record batch of this version"
             )
@@ -45,31 +51,28 @@ class FixedColumns:
         except (OSError, pa.ArrowException, IndexFileError) as error:
             raise IndexFileError(f"'{file.path}' is damaged: {error}") from error
         self.num_rows = batch.num_rows
-        base = int(np.frombuffer(file.map, np.uint8).ctypes.data)
+        file_address = int(np.frombuffer(file.map, np.uint8).ctypes.data)
         self._columns: dict[str, tuple[NDArray[np.generic], int]] = {}
-        for number, (name, dtype) in enumerate(dtypes.items()):
-            buffers = batch.column(number).buffers()
-            if any(buffer is not None and buffer.size for buffer in buffers[:-1]):
+        for column, (name, dtype) in zip(batch.columns, dtypes.items(), strict=True):
+            *null_buffers, data = column.buffers()
+            if any(buffer is not None and buffer.size for buffer in null_buffers):
                 raise IndexFileError(f"'{file.path}': column {name} has nulls")
-            data = buffers[-1]
-            if (
-                data is None
-                or data.size < self.num_rows * dtype.itemsize
-                or batch.column(number).offset
-            ):
+            num_bytes = self.num_rows * dtype.itemsize
+            if data is None or data.size < num_bytes or column.offset:
                 raise IndexFileError(
                     f"'{file.path}': column {name} is shorter than its {self.num_rows} rows"
                 )
-            self._columns[name] = (
-                np.frombuffer(data, dtype, self.num_rows),
-                data.address - base,
-            )
+            values = np.frombuffer(data, dtype, self.num_rows)
+            place = data.address - file_address
+            self._columns[name] = (values, place)
 
     def read(self, name: str, first: int, end: int) -> NDArray[np.generic]:
         """Return rows ``first`` to ``end - 1`` of a column, not copied; raise what
         :meth:`BlockFile.need` does.
         """
         values, place = self._columns[name]
-        size = values.dtype.itemsize
-        self._file.need(place + first * size, place + end * size)
+        itemsize = values.dtype.itemsize
+        start_byte = place + first * itemsize
+        end_byte = place + end * itemsize
+        self._file.need(start_byte, end_byte)
         return values[first:end]

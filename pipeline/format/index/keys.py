@@ -74,16 +74,18 @@ def sorted_entries(index: SampleIndex, folder: Path) -> NDArray[np.void]:
     disk = Disk(folder)
     column = disk.column(ENTRY)
     for first in range(0, len(index), _ROWS_AT_ONCE):
-        keys = index.strings("key", first, min(first + _ROWS_AT_ONCE, len(index)))
-        part = np.empty(len(keys), ENTRY)
+        end = min(first + _ROWS_AT_ONCE, len(index))
+        keys = index.strings("key", first, end)
+        part = np.empty(end - first, ENTRY)
         part["xxh3"] = [key_hash(key) for key in keys]
-        part["row"] = np.arange(first, first + len(keys))
-        for name in KeyEntry._fields[1:]:
-            part[name] = index.column(name, first, first + len(keys))
+        part["row"] = np.arange(first, end)
+        for name in ("offset", "length", "shard"):
+            part[name] = index.column(name, first, end)
         column.append(part)
         index.release()
     entries: NDArray[np.void] = column.values
-    bits = max(len(entries) // _BUCKET_ROWS, 1).bit_length() - 1
+    num_full_buckets = len(entries) // _BUCKET_ROWS
+    bits = max(num_full_buckets, 1).bit_length() - 1
     if not bits:
         return _sorted(entries)
     # Sort by the upper bits of the hash, then each bucket: the hashes are spread evenly, so each
@@ -111,7 +113,8 @@ def sorted_entries(index: SampleIndex, folder: Path) -> NDArray[np.void]:
         sizes = np.bincount(bucket, minlength=num_buckets)
         firsts = np.cumsum(sizes) - sizes
         within = np.arange(len(part)) - np.repeat(firsts, sizes)
-        out[places[bucket[order]] + within] = part[order]
+        out_places = places[bucket[order]] + within
+        out[out_places] = part[order]
         places += sizes
     for start, end in zip(starts, ends, strict=True):
         out[start:end] = _sorted(out[start:end])
@@ -121,27 +124,33 @@ def sorted_entries(index: SampleIndex, folder: Path) -> NDArray[np.void]:
 
 def _sorted(entries: NDArray[np.void]) -> NDArray[np.void]:
     """Sort entries that are in the order of their rows by their hashes."""
-    return entries[np.argsort(entries["xxh3"], kind="stable")]
+    by_hash = np.argsort(entries["xxh3"], kind="stable")
+    return entries[by_hash]
 
 
 def write_keys(path: Path, index: SampleIndex) -> None:
     """Write the table of an index."""
-    write_entries(path, sorted_entries(index, path.parent))
+    entries = sorted_entries(index, path.parent)
+    write_entries(path, entries)
 
 
 def write_entries(path: Path, entries: NDArray[np.void]) -> None:
     """Write a table of sorted entries."""
-    data = (
-        pa.py_buffer(np.ascontiguousarray(entries).view(np.uint8))
-        if len(entries)
-        else pa.py_buffer(b"")
+    data = pa.py_buffer(b"")
+    if len(entries):
+        entry_bytes = np.ascontiguousarray(entries).view(np.uint8)
+        data = pa.py_buffer(entry_bytes)
+    array = pa.FixedSizeBinaryArray.from_buffers(
+        _SCHEMA.field("entry").type,
+        len(entries),
+        [None, data],
     )
-    array = pa.FixedSizeBinaryArray.from_buffers(_SCHEMA.field(0).type, len(entries), [None, data])
+    batch = pa.RecordBatch.from_arrays([array], schema=_SCHEMA)
     with (
         pa.OSFile(str(path), "wb") as sink,
         pa.ipc.new_file(sink, _SCHEMA) as writer,
     ):
-        writer.write_batch(pa.RecordBatch.from_arrays([array], schema=_SCHEMA))
+        writer.write_batch(batch)
 
 
 class KeyTable:
@@ -192,7 +201,8 @@ class KeyTable:
         expected = sorted_entries(index, folder)
         for first in range(0, self._num_samples, _ROWS_AT_ONCE):
             end = min(first + _ROWS_AT_ONCE, self._num_samples)
-            if not np.array_equal(self._columns.read("entry", first, end), expected[first:end]):
+            entries = self._columns.read("entry", first, end)
+            if not np.array_equal(entries, expected[first:end]):
                 raise IndexFileError(
                     f"the rows from {first} on are not those of the keys of the index"
                 )
@@ -207,23 +217,31 @@ class KeyTable:
         digest = key_hash(key)
         total = self._num_samples
         guess, width = self._near(digest)
-        end = len(self._file.map)
         # The file's beginning and end too, which say where the entries are.
         if self._columns_read is None:
-            self._file.need_parts((0, 1), self._bytes_of(guess, width), (end - 1, end))
-            if end <= _BACKGROUND_BYTES:  # so that the look-ups that follow find their part here
+            num_bytes = len(self._file.map)
+            self._file.need_parts(
+                (0, 1),
+                self._bytes_of(guess, width),
+                (num_bytes - 1, num_bytes),
+            )
+            if num_bytes <= _BACKGROUND_BYTES:  # so that later look-ups find their part here
                 self._file.fetch_in_background()
+        needle = np.uint64(digest)
         while True:
             low = max(guess - width, 0)
             high = min(guess + width, total)
             part: Any = self._columns.read("entry", low, high)
             hashes = part["xxh3"]
-            first = int(np.searchsorted(hashes, np.uint64(digest), "left"))
-            end = int(np.searchsorted(hashes, np.uint64(digest), "right"))
-            if (first > 0 or low == 0) and (end < high - low or high == total):
+            first = int(np.searchsorted(hashes, needle, "left"))
+            end = int(np.searchsorted(hashes, needle, "right"))
+            has_first = first > 0 or low == 0
+            has_last = end < high - low or high == total
+            if has_first and has_last:
                 break
             width *= 16
-        entries = [KeyEntry(*entry) for entry in part[list(KeyEntry._fields)][first:end].tolist()]
+        matches = part[list(KeyEntry._fields)][first:end]
+        entries = [KeyEntry(*entry) for entry in matches.tolist()]
         for entry in entries:
             if entry.row >= total:
                 raise IndexFileError(
@@ -242,10 +260,14 @@ class KeyTable:
         for entry in entries:
             if key_of(entry.row) == key:
                 return entry.row
+        digest = key_hash(key)
         if self._checked is not None:
-            self._checked().need(*self._bytes_of(*self._near(key_hash(key))))
+            guess, width = self._near(digest)
+            start, end = self._bytes_of(guess, width)
+            self._checked().need(start, end)
         for entry in entries:
-            if key_hash(stored_key := key_of(entry.row)) != key_hash(key):
+            stored_key = key_of(entry.row)
+            if key_hash(stored_key) != digest:
                 raise IndexFileError(
                     f"index.arrow is damaged: its row {entry.row} has the key "
                     f"{shortened(stored_key)!r}, keys.arrow has the row for "
@@ -255,12 +277,15 @@ class KeyTable:
 
     def _near(self, digest: int) -> tuple[int, int]:
         """Return the expected number of a hash's entry, and how far from it the entry rarely is."""
-        return (digest * self._num_samples) >> 64, 2 * math.isqrt(self._num_samples) + 64
+        guess = (digest * self._num_samples) >> 64
+        width = 2 * math.isqrt(self._num_samples) + 64
+        return guess, width
 
     def _bytes_of(self, guess: int, width: int) -> tuple[int, int]:
         """Return the bytes of the entries that are no farther than ``width`` from ``guess``."""
-        end = len(self._file.map)
-        low, high = (
-            min(max(guess + side, 0) * ENTRY.itemsize, end - 1) for side in (-width, width)
-        )
-        return low, min(high + HEAD_BYTES, end)
+        num_bytes = len(self._file.map)
+        low = max(guess - width, 0) * ENTRY.itemsize
+        high = max(guess + width, 0) * ENTRY.itemsize
+        start = min(low, num_bytes - 1)
+        end = min(high, num_bytes - 1)
+        return start, min(end + HEAD_BYTES, num_bytes)

@@ -66,8 +66,10 @@ class MemberParts:
     def __call__(self, first: int, end: int) -> MemberColumns:
         """Return the entries ``first`` to ``end - 1``, column by column."""
         name, codec, offset, stored, raw, _ = self.columns
+        names = name[first:end].tobytes()
+        codecs = codec[first:end].tobytes()
         return MemberColumns(
-            self._kinds(name[first:end].tobytes(), codec[first:end].tobytes()),
+            self._kinds(names, codecs),
             offset[first:end].tolist(),
             stored[first:end].tolist(),
             raw[first:end].tolist(),
@@ -95,19 +97,17 @@ class Members(Sequence[MemberEntry]):
         return self._read(self._first, self._end)
 
     def _entries(self) -> tuple[MemberEntry, ...]:
-        (names, codecs, _), offsets, stored_bytes, raw_bytes = self.columns()
+        kinds, offsets, stored_bytes, raw_bytes = self.columns()
         digests = self._read.columns[-1][self._first : self._end]
-        return tuple(
-            map(
-                MemberEntry,
-                names,
-                offsets,
-                stored_bytes,
-                raw_bytes,
-                codecs,
-                digests,
-            )
+        columns = (
+            kinds.names,
+            offsets,
+            stored_bytes,
+            raw_bytes,
+            kinds.codecs,
+            digests,
         )
+        return tuple(map(MemberEntry, *columns))
 
     def __len__(self) -> int:
         return self._end - self._first
@@ -162,7 +162,12 @@ class IndexRow(NamedTuple):
             return self.members.columns()
         columns = zip(*self.members, strict=True) if self.members else ((),) * 6
         names, offsets, stored_bytes, raw_bytes, codecs, _ = columns
-        return MemberColumns(member_kinds(names, codecs), offsets, stored_bytes, raw_bytes)
+        return MemberColumns(
+            member_kinds(names, codecs),
+            offsets,
+            stored_bytes,
+            raw_bytes,
+        )
 
     def without(self, names: Collection[str]) -> IndexRow:
         """Return the row of the beginning of the span, up to the last member that is not one of
@@ -186,21 +191,17 @@ class IndexRow(NamedTuple):
         It is the row itself where none is there, or an entry is damaged.
         """
         entries = [entry for entry in self.members if entry.name in names]
-        start = min([entry.offset for entry in entries], default=0) - BLOCK_BYTES
-        length = (
-            max(
-                [entry.offset + entry.stored_bytes for entry in entries],
-                default=0,
-            )
-            - start
-        )
-        if not 0 <= start < start + length <= self.length:
+        if not entries:
             return self
-        members = tuple([entry._replace(offset=entry.offset - start) for entry in entries])
+        start = min([entry.offset for entry in entries]) - BLOCK_BYTES
+        end = max([entry.offset + entry.stored_bytes for entry in entries])
+        if not 0 <= start < end <= self.length:
+            return self
+        members = [entry._replace(offset=entry.offset - start) for entry in entries]
         return self._replace(
             offset=self.offset + start,
-            length=length,
-            members=members,
+            length=end - start,
+            members=tuple(members),
             is_part=True,
         )
 
@@ -210,8 +211,5 @@ def member_kinds(names: tuple[str, ...], codecs: tuple[str, ...]) -> MemberKinds
     """Return kinds of a list of members, with their fields; rarely do two samples of a dataset
     have different ones.
     """
-    return MemberKinds(
-        names,
-        codecs,
-        tuple([name + suffix(codec) for name, codec in zip(names, codecs, strict=True)]),
-    )
+    fields = [name + suffix(codec) for name, codec in zip(names, codecs, strict=True)]
+    return MemberKinds(names, codecs, tuple(fields))

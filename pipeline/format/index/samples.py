@@ -69,10 +69,18 @@ _BATCHES_KEPT: Final = 1 << 14
 """Checked batches that are kept as Python objects of some 3 kB."""
 
 _MEMBER_NUMBERS: Final = {
-    **dict.fromkeys(("offset", "stored_bytes", "raw_bytes"), pa.int64()),
+    "offset": pa.int64(),
+    "stored_bytes": pa.int64(),
+    "raw_bytes": pa.int64(),
     "xxh3": pa.uint64(),
 }
-_MEMBER_TYPE = pa.struct([("name", pa.int16()), ("codec", pa.int16()), *_MEMBER_NUMBERS.items()])
+_MEMBER_TYPE: Final = pa.struct(
+    [
+        ("name", pa.int16()),
+        ("codec", pa.int16()),
+        *_MEMBER_NUMBERS.items(),
+    ]
+)
 _COLUMNS: Final = [
     pa.field("key", pa.string(), nullable=False),
     pa.field("clip_id", pa.string(), nullable=False),
@@ -87,8 +95,10 @@ _COLUMNS: Final = [
 _TEXTS: Final = ("key", "clip_id")
 _SCALARS: Final = ("frame", "timestamp_ns", "shard", "offset", "length", "xxh3")
 _TYPES: Final = {
-    field.name: field.type for field in (pa.field("num_members", pa.int32()), *_COLUMNS[:-1])
-} | {f"members.{field.name}": field.type for field in _MEMBER_TYPE}
+    "num_members": pa.int32(),
+    **{field.name: field.type for field in _COLUMNS[:-1]},
+    **{f"members.{field.name}": field.type for field in _MEMBER_TYPE},
+}
 """The types of the columns of a batch."""
 _VERSION_KEY = b"fuelrail.index.version"
 _NAMES_KEY = b"fuelrail.members"
@@ -114,11 +124,12 @@ class IndexWriter:
     ) -> None:
         self._name_code = {name: code for code, name in enumerate(names)}
         self._codec_code = {codec: code for code, codec in enumerate(codecs)}
-        lists = {
+        metadata = {
+            _VERSION_KEY: str(INDEX_VERSION),
             _NAMES_KEY: json.dumps(list(names)),
             _CODECS_KEY: json.dumps(list(codecs)),
         }
-        self._schema = pa.schema(_COLUMNS, metadata={_VERSION_KEY: str(INDEX_VERSION), **lists})
+        self._schema = pa.schema(_COLUMNS, metadata=metadata)
         self._sink = pa.OSFile(str(path), "wb")
         self._writer = pa.ipc.new_file(self._sink, self._schema)
         self._pending: list[IndexRow] = []
@@ -161,31 +172,37 @@ class IndexWriter:
     def _flush(self) -> None:
         if self._pending:
             self._convert()
-        columns = {
-            name: pa.concat_arrays(column.parts()).cast(pa.string())
-            if name in _TEXTS
-            else pa.array(column.values)
-            for name, column in self._columns.items()
-        }
+        columns = {}
+        for name, column in self._columns.items():
+            if name in _TEXTS:
+                texts = pa.concat_arrays(column.parts())
+                columns[name] = texts.cast(pa.string())
+            else:
+                columns[name] = pa.array(column.values)
         self._rows_in_batch = 0
-        starts = np.zeros(len(columns["num_members"]) + 1, np.int32)
-        np.cumsum(columns["num_members"].to_numpy(), out=starts[1:])
+        num_members = columns["num_members"].to_numpy()
+        starts = np.zeros(len(num_members) + 1, np.int32)
+        np.cumsum(num_members, out=starts[1:])
         members = pa.StructArray.from_arrays(
             [columns[f"members.{field.name}"] for field in _MEMBER_TYPE],
             fields=list(_MEMBER_TYPE),
         )
         arrays = [columns[name] for name in (*_TEXTS, *_SCALARS)]
         arrays.append(pa.ListArray.from_arrays(pa.array(starts), members))
-        self._writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=self._schema))
+        batch = pa.RecordBatch.from_arrays(arrays, schema=self._schema)
+        self._writer.write_batch(batch)
         self._columns = self._new_columns()
 
     def _new_columns(self) -> dict[str, Any]:
         disk = Disk(self._folder)
         disk.release()  # what Arrow keeps of the batch before
-        return {
-            name: disk.texts() if name in _TEXTS else disk.column(numpy_dtype(kind))
-            for name, kind in _TYPES.items()
-        }
+        columns: dict[str, Any] = {}
+        for name, kind in _TYPES.items():
+            if name in _TEXTS:
+                columns[name] = disk.texts()
+            else:
+                columns[name] = disk.column(numpy_dtype(kind))
+        return columns
 
     def _convert(self) -> None:
         """Make columns of what is pending: as Python objects a whole batch would take hundreds
@@ -198,12 +215,11 @@ class IndexWriter:
             "num_members": [len(row.members) for row in rows],
             "members.name": [self._name_code[member.name] for member in members],
             "members.codec": [self._codec_code[member.codec] for member in members],
-            **{name: [getattr(row, name) for row in rows] for name in (*_TEXTS, *_SCALARS)},
-            **{
-                f"members.{name}": [getattr(member, name) for member in members]
-                for name in _MEMBER_NUMBERS
-            },
         }
+        for name in (*_TEXTS, *_SCALARS):
+            columns[name] = [getattr(row, name) for row in rows]
+        for name in _MEMBER_NUMBERS:
+            columns[f"members.{name}"] = [getattr(member, name) for member in members]
         for name, values in columns.items():
             self._columns[name].append(values)
 
@@ -215,7 +231,9 @@ class _Texts(NamedTuple):
     utf8: memoryview
 
     def __call__(self, row: int) -> str:
-        return str(self.utf8[self.starts[row] : self.starts[row + 1]], "utf-8")
+        start = self.starts[row]
+        end = self.starts[row + 1]
+        return str(self.utf8[start:end], "utf-8")
 
 
 def _kinds(
@@ -225,11 +243,11 @@ def _kinds(
     codec: bytes,
 ) -> MemberKinds:
     """Return a list of names and codecs by the numbers that stand for them, 16 bits each."""
-    member_names = [names[number] for number in memoryview(name).cast("h")]
-    return member_kinds(
-        tuple(member_names),
-        tuple([codecs[number] for number in memoryview(codec).cast("h")]),
-    )
+    name_numbers = memoryview(name).cast("h")
+    codec_numbers = memoryview(codec).cast("h")
+    member_names = [names[number] for number in name_numbers]
+    member_codecs = [codecs[number] for number in codec_numbers]
+    return member_kinds(tuple(member_names), tuple(member_codecs))
 
 
 class _Batch(NamedTuple):
@@ -291,14 +309,17 @@ class SampleIndex:
             except ConfigError as error:
                 raise IndexFileError(f"index '{self._path}': {error}") from error
         # Samples rarely have different lists of members.
-        self._kinds = lru_cache(maxsize=_KINDS_KEPT)(partial(_kinds, self.names, self.codecs))
-        self._batches: list[_Batch | None] = [None] * self._file.num_record_batches
+        find_kinds = partial(_kinds, self.names, self.codecs)
+        self._kinds = lru_cache(_KINDS_KEPT)(find_kinds)
+        num_batches = self._file.num_record_batches
+        self._batches: list[_Batch | None] = [None] * num_batches
         self._num_kept = 0
-        # Only the last batch may be short, so its length alone gives the total.
-        last = len(self._batches) - 1
-        if last >= 0:
+        self._length = 0
+        if num_batches:
+            # Only the last batch may be short, so its length alone gives the total.
+            last = num_batches - 1
             self._source.need_batch(last)
-        self._length = last * ROWS_PER_BATCH + self._record_batch(last).num_rows if last >= 0 else 0
+            self._length = last * ROWS_PER_BATCH + self._record_batch(last).num_rows
 
     def __len__(self) -> int:
         return self._length
@@ -346,7 +367,8 @@ class SampleIndex:
         """
         parts = [np.empty(0, numpy_dtype(_TYPES[name]))]
         for number, low, high in self._batches_of(first, end):
-            parts.append(self._column(number, name)[low:high])
+            column = self._column(number, name)
+            parts.append(column[low:high])
         return np.concatenate(parts)
 
     def strings(self, name: str, first: int = 0, end: int | None = None) -> list[str]:
@@ -354,35 +376,52 @@ class SampleIndex:
         texts: list[str] = self.texts(name, first, end).to_pylist()
         return texts
 
-    def texts(self, name: str, first: int = 0, end: int | None = None) -> pa.ChunkedArray:
+    def texts(
+        self,
+        name: str,
+        first: int = 0,
+        end: int | None = None,
+    ) -> pa.ChunkedArray:
         """Return the keys or clip ids (``key``, ``clip_id``) of rows first to end - 1 as an
         Arrow array, not copied.
         """
-        parts = [
-            self._column(number, name)[low:high]
-            for number, low, high in self._batches_of(first, end)
-        ]
+        parts = []
+        for number, low, high in self._batches_of(first, end):
+            column = self._column(number, name)
+            parts.append(column[low:high])
         return pa.chunked_array(parts, pa.string())
 
-    def _batches_of(self, first: int, end: int | None) -> Iterator[tuple[int, int, int]]:
+    def _batches_of(
+        self,
+        first: int,
+        end: int | None,
+    ) -> Iterator[tuple[int, int, int]]:
         """Yield each batch that has some of rows first to end - 1 (None: all behind), and the first
         and the end of these in it.
         """
-        end = self._length if end is None else end
-        if first < end:
-            for number in range(first // ROWS_PER_BATCH, -(-end // ROWS_PER_BATCH)):
-                start = number * ROWS_PER_BATCH
-                yield number, max(first - start, 0), min(end - start, ROWS_PER_BATCH)
+        if end is None:
+            end = self._length
+        if first >= end:
+            return
+        first_batch = first // ROWS_PER_BATCH
+        end_batch = -(-end // ROWS_PER_BATCH)
+        for number in range(first_batch, end_batch):
+            start = number * ROWS_PER_BATCH
+            low = max(first - start, 0)
+            high = min(end - start, ROWS_PER_BATCH)
+            yield number, low, high
 
     def clip_ids(self, first: int = 0, end: int | None = None) -> list[str]:
         """Return the clip ids that rows first to end - 1 have, each once, sorted."""
-        return sorted(pc.unique(self.texts("clip_id", first, end)).to_pylist())
+        clip_ids = self.texts("clip_id", first, end)
+        return sorted(pc.unique(clip_ids).to_pylist())
 
     def clip_numbers(self, first: int = 0, end: int | None = None) -> I32:
         """Return clips of rows first to end - 1 as numbers: equal where the ids are, counted by
         first appearance.
         """
-        encoded = self.texts("clip_id", first, end).dictionary_encode().combine_chunks()
+        clip_ids = self.texts("clip_id", first, end)
+        encoded = clip_ids.dictionary_encode().combine_chunks()
         numbers: I32 = encoded.indices.to_numpy(zero_copy_only=False)
         return numbers
 
@@ -391,12 +430,13 @@ class SampleIndex:
         name and codec.
         """
         totals = np.zeros((3, len(self.names), len(self.codecs)))
+        num_members, stored_bytes, raw_bytes = totals
         for number in range(len(self._batches)):
-            name, codec, _, stored, raw, _ = map(
-                np.asarray, self._batch(number).row_members.columns
-            )
-            for total, numbers in zip(totals, (np.ones(1), stored, raw), strict=True):
-                np.add.at(total, (name, codec), numbers)
+            columns = self._batch(number).row_members.columns
+            name, codec, _, stored, raw, _ = map(np.asarray, columns)
+            np.add.at(num_members, (name, codec), 1)
+            np.add.at(stored_bytes, (name, codec), stored)
+            np.add.at(raw_bytes, (name, codec), raw)
         return totals
 
     def release(self) -> None:
@@ -448,8 +488,9 @@ class SampleIndex:
         with _damaged_at(self._path, number):
             check_plain(memoryview(self.mapped), number)
             record = self._file.get_batch(number)
-        least_rows = 1 if number == len(self._batches) - 1 else ROWS_PER_BATCH
-        if not least_rows <= record.num_rows <= ROWS_PER_BATCH:
+        is_last = number == len(self._batches) - 1
+        min_rows = 1 if is_last else ROWS_PER_BATCH
+        if not min_rows <= record.num_rows <= ROWS_PER_BATCH:
             raise IndexFileError(
                 f"index '{self._path}': record batch {number} has {record.num_rows} rows"
             )
@@ -461,39 +502,46 @@ class SampleIndex:
             # Arrow trusts offsets once a batch is accepted: a damaged one would end the process,
             # not raise. The check takes about 100 microseconds for each batch, on first use.
             record.validate()
-            columns = {f.name: record.column(i) for i, f in enumerate(_COLUMNS)}
+            columns = {field.name: record.column(i) for i, field in enumerate(_COLUMNS)}
             for name in _TEXTS:
                 check_texts(columns[name], name)
             record.validate(full=True)
+            scalars = {}
+            for name in _SCALARS:
+                scalars[name] = columns[name].to_numpy(zero_copy_only=True)
             members = columns["members"]
-            scalars = tuple(columns[name].to_numpy(zero_copy_only=True) for name in _SCALARS)
-            parts = [
-                members.values.field(i).to_numpy(zero_copy_only=True)
-                for i in range(_MEMBER_TYPE.num_fields)
-            ]
-            batch = _Batch(
+            starts = members.offsets.to_numpy(zero_copy_only=True)
+            parts = []
+            for i in range(_MEMBER_TYPE.num_fields):
+                part = members.values.field(i)
+                parts.append(part.to_numpy(zero_copy_only=True))
+            name_codes, codec_codes = parts[:2]
+            _check_codes(name_codes, self.names)
+            _check_codes(codec_codes, self.codecs)
+            check_caps(starts, parts, self.names, self.codecs)
+            check_spans(num_shards=self._num_shards, **scalars)
+            return _Batch(
                 key=columns["key"],
                 clip_id=columns["clip_id"],
-                scalars=scalars,
+                scalars=tuple(scalars.values()),
                 row_key=_texts(columns["key"]),
                 row_clip_id=_texts(columns["clip_id"]),
-                row_scalars=tuple(map(memoryview, scalars)),
-                row_starts=memoryview(members.offsets.to_numpy(zero_copy_only=True)),
+                row_scalars=tuple(map(memoryview, scalars.values())),
+                row_starts=memoryview(starts),
                 row_members=MemberParts(tuple(map(memoryview, parts)), self._kinds),
             )
-            for codes, values in zip(parts, (self.names, self.codecs), strict=False):
-                if codes.size and not 0 <= codes.min() <= codes.max() < len(values):
-                    raise IndexFileError("no such name or codec")
-            starts = members.offsets.to_numpy(zero_copy_only=True)
-            check_caps(starts, parts, self.names, self.codecs)
-            check_spans(
-                num_shards=self._num_shards,
-                **dict(zip(_SCALARS, scalars, strict=True)),
-            )
-            return batch
 
 
-def _vocabulary(metadata: Mapping[bytes, bytes], entry: bytes, path: str) -> tuple[str, ...]:
+def _check_codes(codes: NDArray[Any], values: Sequence[str]) -> None:
+    if codes.size and not 0 <= codes.min() <= codes.max() < len(values):
+        raise IndexFileError("no such name or codec")
+
+
+def _vocabulary(
+    metadata: Mapping[bytes, bytes],
+    entry: bytes,
+    path: str,
+) -> tuple[str, ...]:
     data = metadata.get(entry, b"")
     try:
         return msgspec.json.decode(data, type=tuple[str, ...])
@@ -513,13 +561,19 @@ def _damaged_at(path: str, number: int) -> Iterator[None]:
 
 
 def _texts(column: pa.StringArray) -> _Texts:
-    _, starts, utf8 = column.buffers()
-    numbers = (
-        np.frombuffer(starts, np.int32, len(column) + 1, column.offset * 4)
-        if starts
-        else np.zeros(1, np.int32)
+    _, offsets, utf8 = column.buffers()
+    starts = np.zeros(1, np.int32)
+    if offsets:
+        starts = np.frombuffer(
+            offsets,
+            np.int32,
+            count=len(column) + 1,
+            offset=column.offset * 4,
+        )
+    return _Texts(
+        starts=memoryview(starts),  # type: ignore[arg-type]  # numpy's buffers
+        utf8=memoryview(utf8 or b""),
     )
-    return _Texts(memoryview(numbers), memoryview(utf8 or b""))  # type: ignore[arg-type]  # numpy's buffers
 
 
 def write_index(

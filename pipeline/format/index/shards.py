@@ -71,35 +71,30 @@ def shard_name(split: str, number: int, *, framed: bool = False) -> str:
 
 def write_shards(path: Path, shards: Iterable[ShardEntry]) -> None:
     """Write the table; shards must have the names that follow from their numbers."""
-    rows: list[tuple[Any, ...]] = []
+    rows: list[dict[str, Any]] = []
     numbers: dict[str, int] = {}
     for shard in shards:
         number = numbers.get(shard.split, 0)
         numbers[shard.split] = number + 1
         framed = shard.name.endswith(_ENDINGS[1])
-        assert shard.name == shard_name(shard.split, number, framed=framed), (
-            f"'{shard.name}' is not shard {number}"
-        )
-        listed = bytes.fromhex(shard.idx_sha256) if shard.idx_bytes else _NO_DIGEST
-        rows.append(
-            (
-                shard.first_sample,
-                shard.bytes,
-                bytes.fromhex(shard.sha256),
-                int(framed),
-                shard.idx_bytes,
-                listed,
-            )
-        )
-    columns = list(zip(*rows, strict=True)) or [()] * len(SHARDS_SCHEMA)
-    arrays = [
-        pa.array(column, field.type) for column, field in zip(columns, SHARDS_SCHEMA, strict=True)
-    ]
+        name = shard_name(shard.split, number, framed=framed)
+        assert shard.name == name, f"'{shard.name}' is not shard {number}"
+        idx_sha256 = bytes.fromhex(shard.idx_sha256) if shard.idx_bytes else _NO_DIGEST
+        row = {
+            "first_sample": shard.first_sample,
+            "bytes": shard.bytes,
+            "sha256": bytes.fromhex(shard.sha256),
+            "framed": int(framed),
+            "idx_bytes": shard.idx_bytes,
+            "idx_sha256": idx_sha256,
+        }
+        rows.append(row)
+    batch = pa.RecordBatch.from_pylist(rows, schema=SHARDS_SCHEMA)
     with (
         pa.OSFile(str(path), "wb") as sink,
         pa.ipc.new_file(sink, SHARDS_SCHEMA) as writer,
     ):
-        writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=SHARDS_SCHEMA))
+        writer.write_batch(batch)
 
 
 class ShardTable(Sequence[ShardEntry]):
@@ -120,9 +115,11 @@ class ShardTable(Sequence[ShardEntry]):
         self.mapped = file.map
         self._num_samples = manifest.num_samples
         self._places: dict[int, tuple[str, int]] = {}
-        splits = sorted(
-            (entry.first_shard, name) for name, entry in manifest.splits.items() if entry.num_shards
-        )
+        splits = []
+        for name, entry in manifest.splits.items():
+            if entry.num_shards:
+                splits.append((entry.first_shard, name))
+        splits.sort()
         self._splits = [name for _, name in splits]
         self._first_shards = [first for first, _ in splits]
         self._length = sum(entry.num_shards for entry in manifest.splits.values())
@@ -133,7 +130,7 @@ class ShardTable(Sequence[ShardEntry]):
             )
         for name in self._splits:
             entry = manifest.splits[name]
-            first_sample = self._at_least("first_sample", entry.first_shard, 0)
+            first_sample = self._count("first_sample", entry.first_shard)
             if first_sample != entry.first_sample:
                 raise ManifestError(
                     f"'{file.path}': split '{name}' begins at sample {entry.first_sample}, "
@@ -146,68 +143,69 @@ class ShardTable(Sequence[ShardEntry]):
     def name(self, number: int) -> str:
         """Return the name of a shard by its number in the dataset."""
         split = bisect.bisect_right(self._first_shards, number) - 1
-        framed = bool(self._columns.read("framed", number, number + 1)[0])
+        (framed,) = self._columns.read("framed", number, number + 1)
         return shard_name(
             self._splits[split],
             number - self._first_shards[split],
-            framed=framed,
+            framed=bool(framed),
         )
 
     def size(self, number: int) -> int:
         """Return the size of a shard [bytes]; raise ManifestError for one below 0."""
-        return self._at_least("bytes", number, 0)
+        return self._count("bytes", number)
 
     def name_of(self, row: IndexRow) -> str:
         """Return name of the shard that holds a sample; raise IndexFileError where none has the
         bytes of the row.
         """
-        name, num_bytes = self.place(row.shard) if 0 <= row.shard < self._length else ("", -1)
-        if 0 <= row.offset <= row.offset + row.length <= num_bytes:
-            return name
-        where = f"the index of '{self._file.path.parent}' puts sample {row.key}"
-        if not name:
+        if not 0 <= row.shard < self._length:
             raise IndexFileError(
-                f"{where} into shard number {row.shard}, but the manifest has {self._length}"
+                f"the index of '{self._file.path.parent}' puts sample {row.key} into shard "
+                f"number {row.shard}, but the manifest has {self._length}"
             )
+        name, num_bytes = self.place(row.shard)
+        start = row.offset
+        end = start + row.length
+        if 0 <= start <= end <= num_bytes:
+            return name
         raise IndexFileError(
-            f"{where} at bytes {row.offset} to {row.offset + row.length} of shard {name}, "
-            f"which has {num_bytes}"
+            f"the index of '{self._file.path.parent}' puts sample {row.key} at bytes {start} "
+            f"to {end} of shard {name}, which has {num_bytes}"
         )
 
     def place(self, number: int) -> tuple[str, int]:
         """Return the name and size [bytes] of a shard, remembered: every sample that is read
         asks for them.
         """
-        name_and_size = self._places.get(number)
-        if name_and_size is None:
+        place = self._places.get(number)
+        if place is None:
             if len(self._places) >= _PLACES_KEPT:
                 self._places.clear()
-            name_and_size = self._places[number] = (
-                self.name(number),
-                self.size(number),
-            )
-        return name_and_size
+            place = (self.name(number), self.size(number))
+            self._places[number] = place
+        return place
 
     @property
     def num_bytes(self) -> int:
         """The bytes of all shards."""
-        return int(self._columns.read("bytes", 0, self._length).astype(np.int64).sum())
+        sizes = self._read_numbers("bytes", 0, self._length)
+        return int(sizes.sum())
 
     @property
     def num_framed(self) -> int:
         """The number of shards that are compressed frame by frame."""
-        return int(np.count_nonzero(self._columns.read("framed", 0, self._length)))
+        flags = self._columns.read("framed", 0, self._length)
+        return int(np.count_nonzero(flags))
 
     def lengths(self, first: int, end: int) -> I64:
         """Return the number of samples of shards ``first`` to ``end - 1``; raise ManifestError
         for one below 1.
         """
-        firsts = self._columns.read("first_sample", first, min(end + 1, self._length)).astype(
-            np.int64
-        )
+        next_end = min(end + 1, self._length)
+        first_samples = self._read_numbers("first_sample", first, next_end)
         if end == self._length:
-            firsts = np.append(firsts, self._num_samples)
-        lengths: I64 = np.diff(firsts)
+            first_samples = np.append(first_samples, self._num_samples)
+        lengths: I64 = np.diff(first_samples)
         if len(lengths) and lengths.min() < 1:
             number = first + int(lengths.argmin())
             raise ManifestError(
@@ -228,9 +226,9 @@ class ShardTable(Sequence[ShardEntry]):
         """
         self.lengths(0, self._length)
         for name in ("bytes", "idx_bytes"):
-            values = self._columns.read(name, 0, self._length).astype(np.int64)
-            if len(values) and values.min() < 0:
-                self._at_least(name, int(values.argmin()), 0)
+            values = self._read_numbers(name, 0, self._length)
+            if len(values):
+                self._count(name, int(values.argmin()))
         total = self.num_bytes
         if total != num_bytes:
             raise ManifestError(
@@ -238,14 +236,17 @@ class ShardTable(Sequence[ShardEntry]):
                 f"{num_bytes}"
             )
 
-    def _at_least(self, name: str, number: int, minimum: int) -> int:
-        value = int(self._columns.read(name, number, number + 1)[0].item())
-        if value < minimum:
+    def _read_numbers(self, name: str, first: int, end: int) -> I64:
+        return self._columns.read(name, first, end).astype(np.int64)
+
+    def _count(self, name: str, number: int) -> int:
+        """Return a shard's number in a column; raise ManifestError for one below 0."""
+        (value,) = self._read_numbers(name, number, number + 1).tolist()
+        if value < 0:
             raise ManifestError(
-                f"'{self._file.path}': {name} of shard {number} is {value}; allowed are "
-                f"{minimum} or more"
+                f"'{self._file.path}': {name} of shard {number} is {value}; allowed are 0 or more"
             )
-        return value
+        return int(value)
 
     @overload
     def __getitem__(self, number: int) -> ShardEntry: ...
@@ -253,7 +254,8 @@ class ShardTable(Sequence[ShardEntry]):
     def __getitem__(self, number: slice) -> tuple[ShardEntry, ...]: ...
     def __getitem__(self, number: int | slice) -> ShardEntry | tuple[ShardEntry, ...]:
         if isinstance(number, slice):
-            return tuple(map(self._entry, range(*number.indices(self._length))))
+            numbers = range(*number.indices(self._length))
+            return tuple(map(self._entry, numbers))
         index = number + self._length if number < 0 else number
         if not 0 <= index < self._length:
             raise IndexError(
@@ -265,21 +267,19 @@ class ShardTable(Sequence[ShardEntry]):
         return map(self._entry, range(self._length))
 
     def _entry(self, number: int) -> ShardEntry:
-        split = self._splits[bisect.bisect_right(self._first_shards, number) - 1]
-        idx_bytes = self._at_least("idx_bytes", number, 0)
-        digests = (
-            self._columns.read(name, number, number + 1).tobytes().hex()
-            for name in ("sha256", "idx_sha256")
-        )
-        sha256, idx_sha256 = digests
-        first_sample = self._at_least("first_sample", number, 0)
+        split_number = bisect.bisect_right(self._first_shards, number) - 1
+        idx_bytes = self._count("idx_bytes", number)
+        sha256 = self._columns.read("sha256", number, number + 1)
+        idx_sha256 = self._columns.read("idx_sha256", number, number + 1)
+        first_sample = self._count("first_sample", number)
+        (num_samples,) = self.lengths(number, number + 1).tolist()
         return ShardEntry(
             name=self.name(number),
-            split=split,
+            split=self._splits[split_number],
             first_sample=first_sample,
-            num_samples=int(self.lengths(number, number + 1)[0]),
+            num_samples=num_samples,
             bytes=self.size(number),
-            sha256=sha256,
+            sha256=sha256.tobytes().hex(),
             idx_bytes=idx_bytes,
-            idx_sha256=idx_sha256 if idx_bytes else "",
+            idx_sha256=idx_sha256.tobytes().hex() if idx_bytes else "",
         )

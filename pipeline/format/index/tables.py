@@ -47,36 +47,57 @@ class Tables(NamedTuple):
     keys: KeyTable
 
 
-def open_shards(folder: Path, manifest: Manifest, origin: RemoteFolder | None = None) -> ShardTable:
+def open_shards(
+    folder: Path,
+    manifest: Manifest,
+    origin: RemoteFolder | None = None,
+) -> ShardTable:
     """Open ``shards.arrow`` alone, as :func:`open_tables` does."""
-    return ShardTable(_Opener(folder, manifest, origin).table(SHARDS_FILE), manifest)
+    opener = _Opener(folder, manifest, origin)
+    return ShardTable(opener.table(SHARDS_FILE), manifest)
 
 
-def open_tables(folder: Path, manifest: Manifest, origin: RemoteFolder | None = None) -> Tables:
+def open_tables(
+    folder: Path,
+    manifest: Manifest,
+    origin: RemoteFolder | None = None,
+) -> Tables:
     """Open the tables of the dataset in a folder, or at ``origin``, whose files are kept in the
     folder.
 
     Raises ManifestError, IndexFileError, and DatasetError where a file cannot be fetched.
     """
-    opened = _Opener(folder, manifest, origin)
+    opener = _Opener(folder, manifest, origin)
     shards = open_shards(folder, manifest, origin)
-    index = SampleIndex(folder / INDEX_FILE, len(shards), opened.table(INDEX_FILE))
+    index = SampleIndex(
+        folder / INDEX_FILE,
+        num_shards=len(shards),
+        file=opener.table(INDEX_FILE),
+    )
     if len(index) != manifest.num_samples:
         raise IndexFileError(
             f"the index of '{folder}' has {len(index)} rows, the manifest {manifest.num_samples}"
         )
-    checked = partial(opened.table, KEYS_FILE, is_checked=True) if origin is None else None
-    return Tables(
-        shards,
-        index,
-        KeyTable(partial(opened.table, KEYS_FILE), len(index), checked),
+    checked = None
+    if origin is None:
+        checked = partial(opener.table, KEYS_FILE, is_checked=True)
+    keys = KeyTable(
+        partial(opener.table, KEYS_FILE),
+        num_samples=len(index),
+        checked=checked,
     )
+    return Tables(shards, index, keys)
 
 
 class _Opener:
     """Opens the tables of one dataset."""
 
-    def __init__(self, folder: Path, manifest: Manifest, origin: RemoteFolder | None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        manifest: Manifest,
+        origin: RemoteFolder | None,
+    ) -> None:
         self._folder = folder
         self._manifest = manifest
         self._origin = origin
@@ -94,10 +115,16 @@ class _Opener:
             self._origin.ensure_file(entry)
         elif not path.exists():
             raise IndexFileError(f"'{self._folder}' has no {name}")
-        if path.is_file() and (num_bytes := path.stat().st_size) != entry.bytes:
-            raise IndexFileError(f"'{path}' has {num_bytes} bytes, the manifest says {entry.bytes}")
-        is_checked = is_checked or (name == SHARDS_FILE and self._origin is None)
-        return BlockFile(path, self._digests(name) if is_checked else None)
+        if path.is_file():
+            num_bytes = path.stat().st_size
+            if num_bytes != entry.bytes:
+                raise IndexFileError(
+                    f"'{path}' has {num_bytes} bytes, the manifest says {entry.bytes}"
+                )
+        if name == SHARDS_FILE and self._origin is None:
+            is_checked = True
+        digests = self._digests(name) if is_checked else None
+        return BlockFile(path, digests)
 
     def _entry(self, name: str) -> FileEntry:
         entry = self._manifest.file(name)
@@ -120,19 +147,18 @@ class _Opener:
             data = read_file(path, MAX_BLOCKS_BYTES)
         except OSError as error:
             raise IndexFileError(f"'{path}' cannot be read: {error.strerror or error}") from error
-        if len(data) != entry.bytes or hashlib.sha256(data).hexdigest() != entry.sha256:
+        digest = hashlib.sha256(data).hexdigest()
+        if len(data) != entry.bytes or digest != entry.sha256:
             raise IndexFileError(
                 f"'{path}' is not the file that dataset.json describes (SHA-256 differs)"
             )
-        entries = (self._manifest.file(table) for table in TABLE_FILES)
-        return split_digests(
-            data,
-            (
-                (table_entry.name, table_entry.bytes)
-                for table_entry in entries
-                if table_entry is not None
-            ),
-        )[name]
+        sizes = []
+        for table in TABLE_FILES:
+            table_entry = self._manifest.file(table)
+            if table_entry is not None:
+                sizes.append((table_entry.name, table_entry.bytes))
+        digests = split_digests(data, sizes)
+        return digests[name]
 
 
 def open_attributes(
@@ -146,7 +172,8 @@ def open_attributes(
     if origin is None or entry is None:
         return AttributesFile(path, exists=entry is not None)
     if not comes_whole(entry):
-        return AttributesFile(path, _Opener(folder, manifest, origin).table(ATTRIBUTES_FILE))
+        opener = _Opener(folder, manifest, origin)
+        return AttributesFile(path, opener.table(ATTRIBUTES_FILE))
     origin.ensure_file(entry)
     return AttributesFile(path)
 
@@ -167,8 +194,11 @@ def seal_tables(folder: Path) -> list[FileEntry]:
     """Write ``blocks.sha256`` of the tables in the folder; returns the manifest's entries of
     all.
     """
-    names = [name for name in TABLE_FILES if name != ATTRIBUTES_FILE or (folder / name).is_file()]
-    (folder / BLOCKS_FILE).write_bytes(b"".join(block_digests(folder / name) for name in names))
+    names = list(TABLE_FILES)
+    if not (folder / ATTRIBUTES_FILE).is_file():
+        names.remove(ATTRIBUTES_FILE)
+    digests = [block_digests(folder / name) for name in names]
+    (folder / BLOCKS_FILE).write_bytes(b"".join(digests))
     return [file_entry(folder / name) for name in (*names, BLOCKS_FILE)]
 
 

@@ -73,7 +73,7 @@ def test_top_k_is_what_the_teacher_said(base, tmp_path, temperature) -> None:
         np.testing.assert_array_equal(logits.indices, indices.gather(-1, order))
         np.testing.assert_allclose(logits.weights, weights.gather(-1, order), rtol=0.03)
         np.testing.assert_allclose(logits.tail, 1 - weights.sum(-1), rtol=0.01, atol=1e-6)
-        assert logits.known.all()
+        assert logits.mask.all()
     facts = describe_dataset(tmp_path / "layer")
     assert ("temperature" in facts.text) == (temperature != 1)
     assert weights_digest(Speaker()) in facts.text
@@ -116,10 +116,8 @@ def test_positions_are_those_of_the_largest_entropy(base, tmp_path) -> None:
     logs = Speaker().table.detach().log_softmax(-1)
     entropy = -(logs.exp() * logs).sum(-1)
     for row, logits in enumerate(rows(tmp_path / "layer")):
-        assert (
-            sorted(entropy[row].topk(3).indices.tolist()) == np.flatnonzero(logits.known).tolist()
-        )
-        assert not logits.weights[~logits.known].any()
+        assert sorted(entropy[row].topk(3).indices.tolist()) == np.flatnonzero(logits.mask).tolist()
+        assert not logits.weights[~logits.mask].any()
     with DataLoader(
         base,
         4,
@@ -127,7 +125,7 @@ def test_positions_are_those_of_the_largest_entropy(base, tmp_path) -> None:
         transforms=SMALL,
         layers={"t": tmp_path / "layer"},
     ) as loader:
-        assert next(iter(loader))["t.logits"].known.sum() == 12
+        assert next(iter(loader))["t.logits"].mask.sum() == 12
 
 
 def test_lists_may_differ_in_length_and_half_precision_is_taken(base, tmp_path) -> None:
@@ -139,7 +137,7 @@ def test_lists_may_differ_in_length_and_half_precision_is_taken(base, tmp_path) 
         }
 
     run(base, tmp_path / "layer", model, store="sampled:5")
-    assert [len(logits.known) for logits in rows(tmp_path / "layer")] == [
+    assert [len(logits.mask) for logits in rows(tmp_path / "layer")] == [
         row % 3 for row in range(NUM)
     ]
     assert open_layer_data(tmp_path / "layer").manifest.channels[0].shape == (

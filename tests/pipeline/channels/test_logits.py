@@ -70,34 +70,32 @@ def test_tokens_come_back_in_order_with_their_probabilities(data) -> None:
     weights *= rng.choice([1e-6, 0.3, 1 - 1e-6, 1], (length, 1)) / weights.sum(
         axis=1, keepdims=True
     )
-    is_known = rng.random(length) < data.draw(st.sampled_from([0, 0.5, 1]), "known")
+    mask = rng.random(length) < data.draw(st.sampled_from([0, 0.5, 1]), "mask")
     entry = channel("logits_topk", k, size, dtype=dtype)
     assert not list(broken_table([entry]))
-    back, written = there_and_back(Logits(indices, weights, known=is_known), entry)
+    back, written = there_and_back(Logits(indices, weights, mask=mask), entry)
     order = np.argsort(indices, axis=1)
-    expected = np.take_along_axis(weights, order, axis=1)[is_known]
-    np.testing.assert_array_equal(back.known, is_known)
+    expected = np.take_along_axis(weights, order, axis=1)[mask]
+    np.testing.assert_array_equal(back.mask, mask)
     np.testing.assert_array_equal(
-        back.indices[is_known],
-        np.take_along_axis(indices, order, axis=1)[is_known],
+        back.indices[mask],
+        np.take_along_axis(indices, order, axis=1)[mask],
     )
     assert back.indices.dtype == np.int32 and back.weights.dtype == back.tail.dtype == np.float32
     assert (
-        not back.weights[~is_known].any()
-        and not back.indices[~is_known].any()
-        and not back.tail[~is_known].any()
+        not back.weights[~mask].any()
+        and not back.indices[~mask].any()
+        and not back.tail[~mask].any()
     )
-    np.testing.assert_allclose(back.tail[is_known], 1 - expected.sum(axis=1), rtol=0.02, atol=1e-6)
-    np.testing.assert_allclose(
-        back.weights[is_known].sum(axis=1) + back.tail[is_known], 1, atol=1e-5
-    )
+    np.testing.assert_allclose(back.tail[mask], 1 - expected.sum(axis=1), rtol=0.02, atol=1e-6)
+    np.testing.assert_allclose(back.weights[mask].sum(axis=1) + back.tail[mask], 1, atol=1e-5)
     largest = expected.max(axis=1, keepdims=True)
     expected = np.maximum(expected, largest * math.exp(-24))
     steps = (
         np.ptp(np.log(expected / largest), axis=1, keepdims=True) / 255 if dtype == "uint8" else 0
     )
-    assert (np.abs(np.log(back.weights[is_known] / expected)) <= 0.03 + steps).all()
-    if is_known.all() and length:
+    assert (np.abs(np.log(back.weights[mask] / expected)) <= 0.03 + steps).all()
+    if mask.all() and length:
         per_position = (len(written) - 8) / length
         codes = k + 4 if dtype == "uint8" else 2 * k + 2
         assert per_position - codes <= math.ceil(k * (2 + math.log2(size / k)) / 8) + 2
@@ -117,7 +115,7 @@ def test_draws_come_back_with_repetition_and_equal_weights(size, k, length, seed
     np.testing.assert_array_equal(back.indices, np.sort(drawn, axis=1))
     assert back.tail is None
     np.testing.assert_array_equal(back.weights, np.full((length, k), np.float32(1 / k)))
-    assert back.known.all()
+    assert back.mask.all()
 
 
 def test_the_bytes_are_those_of_the_document() -> None:
@@ -126,7 +124,7 @@ def test_the_bytes_are_those_of_the_document() -> None:
     value = Logits(
         [[7, 3], [0, 0], [1, 9]],
         [[0.25, 0.5], [0, 0], [0.5, 0.5]],
-        known=[True, False, True],
+        mask=[True, False, True],
     )
     half = struct.pack("<e", math.log(2) / 255)
     third = struct.pack("<e", math.log(1 / 3))
@@ -232,9 +230,9 @@ GOOD = Logits([[1, 2], [3, 4]], HALVES)
             r"tail of channel 'it' are float64\[1\]; they must be floats\[2\]",
         ),
         (
-            GOOD._replace(known=[1, 0]),
+            GOOD._replace(mask=[1, 0]),
             TOPK,
-            r"known of channel 'it' are int64\[2\]; they must be bool\[2\]",
+            r"mask of channel 'it' are int64\[2\]; they must be bool\[2\]",
         ),
     ],
 )
@@ -344,7 +342,7 @@ def test_a_tail_beyond_what_a_ratio_can_say_comes_back() -> None:
 
 def test_bits_behind_the_last_position_and_the_last_token_are_refused() -> None:
     kind = KINDS["logits_sampled"]
-    lacking = Logits([[1, 2], [3, 4], [5, 6]], known=[True, False, True])
+    lacking = Logits([[1, 2], [3, 4], [5, 6]], mask=[True, False, True])
     data = kind.encode(lacking, DRAWS)
     assert data[8] == 0b101
     for bit in range(3, 8):
@@ -413,7 +411,7 @@ def test_no_bytes_do_more_than_be_refused(data, is_topk) -> None:
         logits = KINDS[entry.kind].decode(head + data, entry)
     except SchemaError:
         return
-    assert logits.indices.shape == (len(logits.known), 2)
+    assert logits.indices.shape == (len(logits.mask), 2)
     assert 0 <= logits.indices.min(initial=0) <= logits.indices.max(initial=0) < 10
 
 

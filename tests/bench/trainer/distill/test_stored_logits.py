@@ -129,7 +129,7 @@ def test_masks_and_weights_of_tokens(pair) -> None:
     stored = topk(teacher, 4)
     mask = torch.tensor([[True, False, True], [True, True, False]])
     masked = stored.map(lambda part: part * mask.view(2, 3, *[1] * (part.ndim - 2)))._replace(
-        known=mask
+        mask=mask
     )
     values = divergence(student, masked)
     assert (values[~mask] == 0).all() and (values[mask] > 0).all()
