@@ -162,7 +162,13 @@ def start_slowly(_: int) -> None:
     sleep(0.2)
 
 
-def train(case: str, folder: Path, *, is_applied: bool, is_tried: bool) -> tuple[float, list[Any]]:
+def train(
+    case: str,
+    folder: Path,
+    *,
+    is_applied: bool,
+    is_tried: bool,
+) -> tuple[float, list[Any]]:
     """Train some steps; return the mean step [ms], and the remedies that were tried in between."""
     torch.manual_seed(0)
     width = 32 if case == "convolutions" else 8

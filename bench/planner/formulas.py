@@ -58,7 +58,12 @@ def in_flight(schedule: str, pp: int, stage: int, micro_batches: int) -> int:
     return min(micro_batches, pp - stage)
 
 
-def chunks_in_flight(pp: int, stage: int, micro_batches: int, virtual_stages: int) -> int:
+def chunks_in_flight(
+    pp: int,
+    stage: int,
+    micro_batches: int,
+    virtual_stages: int,
+) -> int:
     """Return the number of virtual stages' micro-batches whose activations a rank of interleaved
     1F1B holds at once.
 
@@ -119,7 +124,11 @@ def checkpoint_interval_s(save_s: float, failures_per_day: float) -> float:
     return max(daly_s, save_s)
 
 
-def kept_by_restarts(interval_s: float, save_s: float, failures_per_day: float) -> float:
+def kept_by_restarts(
+    interval_s: float,
+    save_s: float,
+    failures_per_day: float,
+) -> float:
     """Return the share of the time that is training which no failure undoes, where a failure ends
     the job, and it restarts from the newest checkpoint.
 

@@ -22,10 +22,15 @@ from fuelrail.loaders.integrations.lerobot import EpisodeLoader
 
 
 class LeRobotStack(Stack):
-    """The place in the order is computed from what `lerobot-train` saves: steps, batch and ranks."""
+    """The place in the order is computed from what `lerobot-train` saves: steps, batch and
+    ranks.
+    """
 
     packages = ("lerobot", "accelerate", "torch")
-    way = "as lerobot-train --resume: compute_sampler_state() for EpisodeAwareSampler, Accelerate, cycle"
+    way = (
+        "as lerobot-train --resume: compute_sampler_state() for EpisodeAwareSampler, Accelerate, "
+        "cycle"
+    )
 
     def loader(self, *, shuffle: bool = True) -> Any:
         setup = self.setup
@@ -47,7 +52,10 @@ class LeRobotStack(Stack):
                     compute_sampler_state(self.steps, len(sampler), saved["batch"], saved["ranks"])
                 )
         return torch.utils.data.DataLoader(
-            rows, batch_size=setup.batch, sampler=sampler, num_workers=setup.workers
+            rows,
+            batch_size=setup.batch,
+            sampler=sampler,
+            num_workers=setup.workers,
         )
 
     def open(self) -> None:
@@ -105,7 +113,10 @@ class LeRobotOrder(LeRobotStack):
         setup = self.setup
         episodes = LeRobotDataset("me/rows", root=self.job.folder / "episodes")
         return torch.utils.data.DataLoader(
-            episodes, batch_size=setup.batch, shuffle=shuffle, num_workers=setup.workers
+            episodes,
+            batch_size=setup.batch,
+            shuffle=shuffle,
+            num_workers=setup.workers,
         )
 
     def open(self) -> None:

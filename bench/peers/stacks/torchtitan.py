@@ -37,7 +37,9 @@ class TitanStack(Stack):
         setup = self.setup
         path = str(self.job.folder / "rows")
         text_datasets.DATASETS["rows"] = DatasetConfig(
-            path=path, loader=datasets.load_from_disk, sample_processor=lambda row: row["text"]
+            path=path,
+            loader=datasets.load_from_disk,
+            sample_processor=lambda row: row["text"],
         )
         config = text_datasets.HuggingFaceTextDataLoader.Config(
             dataset="rows", num_workers=setup.workers

@@ -51,7 +51,10 @@ class DatasetSamples:
     """
 
     def __init__(
-        self, dataset: Dataset, layers: Sequence[Layer], images: Mapping[str, ImageAugment]
+        self,
+        dataset: Dataset,
+        layers: Sequence[Layer],
+        images: Mapping[str, ImageAugment],
     ) -> None:
         """``images`` are settings by name, for samples as a loader augments them."""
         self.dataset = dataset

@@ -65,7 +65,10 @@ def model_tensors(parallel: Parallel) -> dict[str, Tensor]:
 
 
 def targets_of(
-    parallel: Parallel, saved: Collection[str], rank: int, world_size: int
+    parallel: Parallel,
+    saved: Collection[str],
+    rank: int,
+    world_size: int,
 ) -> dict[str, Tensor]:
     """Return the tensors of this rank that were saved, to load into; those of the optimiser are
     made first.
@@ -95,7 +98,11 @@ def progress_of(parallel: Parallel, loader_state: Mapping[str, Any]) -> RunState
     return RunState(loader=dict(loader_state), schedule=schedule, scaler=scaler)
 
 
-def put_back(parallel: Parallel, tensors: Mapping[str, Tensor], progress: RunState) -> None:
+def put_back(
+    parallel: Parallel,
+    tensors: Mapping[str, Tensor],
+    progress: RunState,
+) -> None:
     """Give loaded values to generators, schedule and scaler; tensors of model and optimiser were
     loaded in place.
 

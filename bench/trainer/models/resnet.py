@@ -115,7 +115,11 @@ class _Bottleneck(nn.Module):
 
 
 def _convolution(
-    inputs: int, outputs: int, *, size: int, stride: int
+    inputs: int,
+    outputs: int,
+    *,
+    size: int,
+    stride: int,
 ) -> tuple[nn.Conv2d, nn.BatchNorm2d]:
     convolution = nn.Conv2d(
         inputs,

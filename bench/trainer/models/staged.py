@@ -213,7 +213,15 @@ class Experts(nn.Module):
     too.
     """
 
-    def __init__(self, width: int, inner: int, number: int, active: float, *, gated: bool) -> None:
+    def __init__(
+        self,
+        width: int,
+        inner: int,
+        number: int,
+        active: float,
+        *,
+        gated: bool,
+    ) -> None:
         super().__init__()
         self.router = nn.Linear(width, number, bias=False)
         self.experts = nn.ModuleList(perceptron(width, inner, gated=gated) for _ in range(number))
@@ -274,5 +282,6 @@ class Attention(nn.Module):
 
     def _split_heads(self, channels: Tensor) -> Tensor:
         """Return [B, heads, T, head width] of [B, T, C]: as many heads as this rank has."""
-        heads = channels.unflatten(-1, (-1, self.head_width))
+        sizes = (-1, self.head_width)
+        heads: Tensor = channels.unflatten(-1, sizes)  # type: ignore[no-untyped-call]
         return heads.transpose(1, 2)
