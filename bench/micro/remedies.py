@@ -172,7 +172,7 @@ def train(
     """Train some steps; return the mean step [ms], and the remedies that were tried in between."""
     torch.manual_seed(0)
     width = 32 if case == "convolutions" else 8
-    model = nn.Sequential(
+    layers = [
         nn.Conv2d(3, width, kernel_size=3, stride=2),
         nn.ReLU(),
         nn.Conv2d(width, width, kernel_size=3, stride=1),
@@ -180,7 +180,8 @@ def train(
         nn.AdaptiveAvgPool2d(1),
         nn.Flatten(),
         nn.Linear(width, 1),
-    )
+    ]
+    model = nn.Sequential(*layers)
     memory_format = torch.contiguous_format
     if is_applied and CASES[case][0] == "channels_last":
         memory_format = torch.channels_last

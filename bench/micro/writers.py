@@ -351,7 +351,7 @@ def candidates(
         works[name] = partial(alone, write, files, out)
         if num_cpus > 1:
             title = f"{name}, {num_cpus} processes"
-            works[title] = partial(in_parts, write, files, num_cpus, out)
+            works[title] = partial(in_parts, write, files, num_writers=num_cpus, out=out)
     if importlib.util.find_spec("litdata"):
         title = f"litdata.optimize, {num_cpus} workers"
         works[title] = partial(with_litdata, files, num_cpus, work / "litdata")

@@ -33,17 +33,20 @@ class EnergonStack(Stack):
     def store(setup: Setup, folder: Path) -> None:
         names = []
         for shard, rows in enumerate(setup.shards(range(setup.rows))):
-            names.append(f"{shard:03d}.tar")
-            with webdataset.TarWriter(str(folder / names[-1])) as writer:
+            name = f"{shard:03d}.tar"
+            names.append(name)
+            with webdataset.TarWriter(str(folder / name)) as writer:
                 for row in rows:
-                    writer.write({"__key__": f"{row:05d}", "txt": str(row)})
+                    sample = {"__key__": f"{row:05d}", "txt": str(row)}
+                    writer.write(sample)
         BaseWebdatasetFactory.prepare_dataset(
             folder,
             names,
             split_parts_ratio=[("train", 1.0)],
             workers=1,
         )
-        (folder / ".nv-meta" / "dataset.yaml").write_text(TYPE)
+        description = folder / ".nv-meta" / "dataset.yaml"
+        description.write_text(TYPE)
 
     def loader(self, *, shuffle: bool = True) -> Any:
         setup = self.setup
