@@ -28,7 +28,11 @@ _SCALE: Final = "_scale"
 _BY_HAND: Final = "describe it in a table of channels (--channels FILE; FORMAT.md, section 2.1)"
 
 
-def infer_table(outputs: Mapping[str, Any], num_rows: int, store: str) -> list[dict[str, Any]]:
+def infer_table(
+    outputs: Mapping[str, Any],
+    num_rows: int,
+    store: str,
+) -> list[dict[str, Any]]:
     """Infer the channels of outputs of ``num_rows`` samples: arrays, texts and bytes that no
     augmentation moves.
 
@@ -41,7 +45,8 @@ def infer_table(outputs: Mapping[str, Any], num_rows: int, store: str) -> list[d
     logits = logits_store(store)
     for name, output in outputs.items():
         head: dict[str, Any] = {"name": name, "law": {"name": "fixed"}}
-        if logits is not None and (sides := _logits_sides(name, output, num_rows)) is not None:
+        sides = None if logits is None else _logits_sides(name, output, num_rows)
+        if logits is not None and sides is not None:
             table.append(logits_entry(name, logits, *sides))
             continue
         values = _split(name, output, num_rows)
@@ -54,9 +59,7 @@ def infer_table(outputs: Mapping[str, Any], num_rows: int, store: str) -> list[d
             table.append({**head, "kind": "texts", "field": f"{name}.json"})
         elif all(isinstance(value, bytes) for value in values):
             table.append({**head, "kind": "bytes", "field": f"{name}.bin"})
-        elif all(
-            isinstance(value, np.ndarray) and value.shape == values[0].shape for value in values
-        ):
+        elif len({_kind(value) for value in values}) == 1 and isinstance(values[0], np.ndarray):
             dtype = values[0].dtype.name
             shape = list(values[0].shape)
             if dtype not in DTYPES:
@@ -64,42 +67,31 @@ def infer_table(outputs: Mapping[str, Any], num_rows: int, store: str) -> list[d
                     f"output {name!r} has dtype {dtype}; allowed are {', '.join(DTYPES)}"
                 )
             is_large = values[0].dtype.kind == "f" and shape
-            axes = [f"axis_{number}" for number in range(len(shape))]
             stored = store if is_large and store in ("float16", "int8") else dtype
-            table.append(
-                {
-                    **head,
-                    "kind": "array",
-                    "field": f"{name}.npy",
-                    "dtype": stored,
-                    "axes": axes,
-                    "shape": shape,
-                }
-            )
+            entry = {
+                **head,
+                "kind": "array",
+                "field": f"{name}.npy",
+                "dtype": stored,
+                "axes": [f"axis_{number}" for number in range(len(shape))],
+                "shape": shape,
+            }
+            table.append(entry)
             if stored == "int8" and is_large:
                 scale = f"{name}{_SCALE}"
-                fixed = {
+                scale_entry = {
                     "law": {"name": "fixed"},
                     "description": f"{name} is int8 times this",
+                    "name": scale,
+                    "kind": "array",
+                    "field": f"{scale}.npy",
+                    "dtype": "float32",
                 }
-                table.append(
-                    {
-                        **fixed,
-                        "name": scale,
-                        "kind": "array",
-                        "field": f"{scale}.npy",
-                        "dtype": "float32",
-                    }
-                )
+                table.append(scale_entry)
         else:
-            kinds = {
-                f"array {list(value.shape)}"
-                if isinstance(value, np.ndarray)
-                else type(value).__name__
-                for value in values
-            }
+            kinds = sorted({_kind(value) for value in values})
             raise ConfigError(
-                f"output {name!r} holds {', '.join(sorted(kinds))}, not arrays of one shape, texts "
+                f"output {name!r} holds {', '.join(kinds)}, not arrays of one shape, texts "
                 f"or bytes: {_BY_HAND}"
             )
     if logits is not None and not any(entry["kind"] == logits[0] for entry in table):
@@ -129,10 +121,12 @@ def rows_of(
     for name, output in outputs.items():
         channel = table.get(name)
         if channel is not None and channel.kind in (TOPK, SAMPLED):
-            for row, key, value in zip(rows, keys, _rows(name, output, len(keys)), strict=True):
+            logits = _rows(name, output, len(keys))
+            for row, key, value in zip(rows, keys, logits, strict=True):
                 row[name] = value if isinstance(value, Logits) else reduce(value, channel, key)
             continue
-        for row, value in zip(rows, _split(name, output, len(keys)), strict=True):
+        values = _split(name, output, len(keys))
+        for row, value in zip(rows, values, strict=True):
             row[name] = value
             if channel is None or not isinstance(value, np.ndarray) or value.dtype.kind != "f":
                 continue
@@ -152,15 +146,27 @@ def rows_of(
                 with np.errstate(over="ignore"):
                     row[name] = value.astype(channel.numpy_dtype)
                 if np.isinf(row[name]).sum() > np.isinf(value).sum():
+                    largest = np.abs(value[np.isfinite(value)]).max()
+                    limit = np.finfo(channel.dtype).max
                     raise ConfigError(
-                        f"output {name!r} has {np.abs(value[np.isfinite(value)]).max():g}, "
-                        f"and {channel.dtype} holds {np.finfo(channel.dtype).max:g} at "
+                        f"output {name!r} has {largest:g}, and {channel.dtype} holds {limit:g} at "
                         "most: store it as_is, or as int8 with a scale"
                     )
     return rows
 
 
-def _logits_sides(name: str, output: object, num_rows: int) -> tuple[int | None, int] | None:
+def _kind(value: object) -> str:
+    """Return the type of a value, of an array its shape."""
+    if isinstance(value, np.ndarray):
+        return f"array {list(value.shape)}"
+    return type(value).__name__
+
+
+def _logits_sides(
+    name: str,
+    output: object,
+    num_rows: int,
+) -> tuple[int | None, int] | None:
     """Return T and V of an output that is logits [T, V] of each sample, else None; T is None in
     a list: it may vary.
     """
@@ -174,9 +180,13 @@ def _logits_sides(name: str, output: object, num_rows: int) -> tuple[int | None,
             is_float = getattr(row, "dtype", np.dtype("O")).kind == "f"
         if not is_float or getattr(row, "ndim", 0) != 2:
             return None
-    if len({row.shape[1] for row in rows}) != 1:
+    sizes = {row.shape[1] for row in rows}
+    if len(sizes) != 1:
         return None
-    return (None if isinstance(output, list | tuple) else rows[0].shape[0]), rows[0].shape[1]
+    num_positions, num_classes = rows[0].shape
+    if isinstance(output, list | tuple):
+        num_positions = None
+    return num_positions, num_classes
 
 
 def _split(name: str, output: object, num_rows: int) -> list[Any]:
@@ -191,18 +201,16 @@ def _split(name: str, output: object, num_rows: int) -> list[Any]:
 def _rows(name: str, output: object, num_rows: int) -> list[Any]:
     import torch
 
-    kind = type(output).__name__
-    has_rows = isinstance(output, list | tuple) or (
-        isinstance(output, np.ndarray | torch.Tensor) and output.ndim > 0
-    )
-    length = len(output) if has_rows else -1  # type: ignore[arg-type]
-    if length != num_rows:
+    has_rows = isinstance(output, list | tuple)
+    if isinstance(output, np.ndarray | torch.Tensor):
+        has_rows = output.ndim > 0
+    rows: list[Any] = list(output) if has_rows else []  # type: ignore[call-overload]
+    if not has_rows or len(rows) != num_rows:
+        length = f"of {len(rows)} rows" if has_rows else "without rows"
         raise ConfigError(
-            f"output {name!r} is a {kind} {f'of {length} rows' if has_rows else 'without rows'}; "
-            "it must be a tensor [B, ...] or a list, with a row for each of the batch's "
-            f"{num_rows} samples"
+            f"output {name!r} is a {type(output).__name__} {length}; it must be a tensor [B, ...] "
+            f"or a list, with a row for each of the batch's {num_rows} samples"
         )
-    rows: list[Any] = list(output)  # type: ignore[call-overload]
     return rows
 
 
@@ -210,8 +218,10 @@ def _on_host(name: str, tensor: torch.Tensor) -> NDArray[Any]:
     import torch
 
     host = tensor.detach().cpu()
+    if host.dtype == torch.bfloat16:
+        host = host.float()
     try:
-        return (host.float() if host.dtype == torch.bfloat16 else host).numpy()
+        return host.numpy()
     except TypeError as error:  # sparse, quantised, float8
         raise ConfigError(
             f"output {name!r} is a tensor of {host.dtype} and layout {host.layout}, which "
@@ -226,4 +236,6 @@ def _array(name: str, row: Any) -> Any:
         return _on_host(name, row)
     if isinstance(row, dict):
         return {part: _array(f"{name}.{part}", value) for part, value in row.items()}
-    return np.asarray(row) if isinstance(row, np.generic | bool | int | float) else row
+    if isinstance(row, np.generic | bool | int | float):
+        return np.asarray(row)
+    return row

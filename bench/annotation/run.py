@@ -81,7 +81,9 @@ class AnnotateOptions(CheckedSettings, frozen=True, kw_only=True):
         ),
     ] = "as_is"
     temperature: Annotated[
-        float, Meta(gt=0), flag("of logits that are stored as topk or sampled")
+        float,
+        Meta(gt=0),
+        flag("of logits that are stored as topk or sampled"),
     ] = 1.0
     positions: Annotated[
         float,
@@ -137,11 +139,8 @@ class AnnotateOptions(CheckedSettings, frozen=True, kw_only=True):
                 f"store={self.store!r} must be as_is, float16, int8, topk:K or sampled:K, "
                 "such as topk:64"
             )
-        if (
-            (self.temperature, self.positions) != (1, 1)
-            and self.channels is None
-            and logits_store(self.store) is None
-        ):
+        stores_logits = self.channels is not None or logits_store(self.store) is not None
+        if (self.temperature, self.positions) != (1, 1) and not stores_logits:
             raise ConfigError(
                 f"temperature={self.temperature}, positions={self.positions} are for "
                 f"logits, and store={self.store!r} stores none: give store='topk:K' or "
@@ -178,21 +177,18 @@ class AnnotateReport(msgspec.Struct, frozen=True, kw_only=True):
 
     def as_text(self) -> str:
         """Return a line for people."""
-        state = (
-            "other ranks have not finished"
-            if self.fingerprint is None
-            else f"fingerprint {self.fingerprint}"
-        )
-        earlier_text = f" ({self.num_kept:,} were there before)" if self.num_kept else ""
-        left_out_text = (
-            f"; {counted(self.num_left_out, 'sample')} without all frames of the window left out"
-            if self.num_left_out
-            else ""
-        )
-        return (
-            f"{escaped(self.layer)}: {counted(self.num_written, 'row')} in {self.seconds:,.1f} "
-            f"s{earlier_text}{left_out_text}; {state}\n"
-        )
+        rows = counted(self.num_written, "row")
+        text = f"{escaped(self.layer)}: {rows} in {self.seconds:,.1f} s"
+        if self.num_kept:
+            text += f" ({self.num_kept:,} were there before)"
+        if self.num_left_out:
+            samples = counted(self.num_left_out, "sample")
+            text += f"; {samples} without all frames of the window left out"
+        if self.fingerprint is None:
+            text += "; other ranks have not finished"
+        else:
+            text += f"; fingerprint {self.fingerprint}"
+        return f"{text}\n"
 
 
 def annotate(
@@ -234,12 +230,14 @@ def annotate(
         ) as writer:
             done = writer.written() & ~work.left_out
             num_kept = int(done.sum())
-            num_written = sum(
-                work.write(piece, writer, done) for piece in work.pieces(done, sys.maxsize)
-            )
+            pieces = work.pieces(done, sys.maxsize)
+            num_written = sum(work.write(piece, writer, done) for piece in pieces)
+        fingerprint = None
         is_whole = (writer.written() | work.left_out).all()
-        is_partial = bool(work.left_out.any())
-        fingerprint = writer.finish(partial=is_partial).fingerprint if is_whole else None
+        if is_whole:
+            is_partial = bool(work.left_out.any())
+            manifest = writer.finish(partial=is_partial)
+            fingerprint = manifest.fingerprint
     else:
         work = _Annotation(base, None, options, World(0, 1))
         fingerprint, num_kept, num_written = _on_ray(work, os.fspath(layer), model, options)
@@ -254,7 +252,10 @@ def annotate(
 
 
 def _on_ray(
-    work: _Annotation, layer: str, model: Model | str, options: AnnotateOptions
+    work: _Annotation,
+    layer: str,
+    model: Model | str,
+    options: AnnotateOptions,
 ) -> tuple[str, int, int]:
     """Make the rows that are not there in tasks of a cluster; return fingerprint, rows that were
     there, and new ones.
@@ -264,7 +265,8 @@ def _on_ray(
     """
     from fuelrail.loaders.distributed import detect_world
 
-    if (world := detect_world()).size > 1:
+    world = detect_world()
+    if world.size > 1:
         raise ConfigError(
             f"engine='ray' divides the work itself, and this is one of {world.size} ranks: "
             "start it once"
@@ -278,7 +280,8 @@ def _on_ray(
     gpus = int((options.device or "").startswith("cuda"))
     engine = RayEngine(options.ray_address, cpus=cpus, gpus=gpus)
     options = msgspec.structs.replace(options, workers=cpus)
-    layer = layer if is_url(layer) else os.path.abspath(layer)  # noqa: PTH100 - of a process in another folder
+    if not is_url(layer):
+        layer = os.path.abspath(layer)  # noqa: PTH100 - of a process in another folder
     try:
         setup = cloudpickle.dumps((work.base, model, options, torch.get_num_threads()))
     except Exception as error:
@@ -291,17 +294,22 @@ def _on_ray(
         facts = next(engine.make(partial(start, None), [0]))
         with LayerWriter(work.base, layer, **facts, view=work.view) as writer:
             done = writer.written() & ~work.left_out
-            num_lacking = int((~(done | work.left_out)).sum())
-            piece_batches = min(ROWS_PER_SEGMENT, num_lacking // _PIECES) // options.batch_size
-            pieces = work.pieces(done, max(1, piece_batches))
-            for _ in engine.make(partial(start, (layer, facts, pieces, done)), range(len(pieces))):
+            is_lacking = ~(done | work.left_out)
+            num_lacking = int(is_lacking.sum())
+            piece_rows = min(ROWS_PER_SEGMENT, num_lacking // _PIECES)
+            pieces = work.pieces(done, max(1, piece_rows // options.batch_size))
+            start_writer = partial(start, (layer, facts, pieces, done))
+            for _ in engine.make(start_writer, range(len(pieces))):
                 pass
-            manifest = writer.finish(partial=bool(work.left_out.any()))
+            is_partial = bool(work.left_out.any())
+            manifest = writer.finish(partial=is_partial)
             return manifest.fingerprint, int(done.sum()), num_lacking
 
 
 def _start(
-    setup: bytes, rows: tuple[str, Any, list[_Piece], Rows] | None, node: str
+    setup: bytes,
+    rows: tuple[str, Any, list[_Piece], Rows] | None,
+    node: str,
 ) -> Callable[[int], Any]:
     """Return, in a process of the cluster, what writes a piece's rows to a layer; None: what
     tells table and recipe.
@@ -355,9 +363,8 @@ class _Annotation:
         self._model = model
         self._options = options
         self._given_world = world
-        transforms = (options.transforms or Transforms()).with_stored_size(
-            {base.manifest.name: base}
-        )
+        transforms = options.transforms or Transforms()
+        transforms = transforms.with_stored_size({base.manifest.name: base})
         if transforms.two_views:
             raise ConfigError(
                 "transforms.two_views=True: a layer has one value a sample; leave two_views out"
@@ -369,8 +376,10 @@ class _Annotation:
             settings = view_settings(options.seed, transforms.content())
             self.view = LayerView(kind="per_view", epoch=options.epoch, settings=settings)
         self._transforms = transforms
-        device = options.device
-        self._device = f"cuda:{os.environ.get(_LAUNCHER_RANK, '0')}" if device == "cuda" else device
+        self._device = options.device
+        if options.device == "cuda":
+            local_rank = os.environ.get(_LAUNCHER_RANK, "0")
+            self._device = f"cuda:{local_rank}"
 
     @cached_property
     def _world(self) -> World:
@@ -386,10 +395,10 @@ class _Annotation:
         if window is None or window.pad != "drop":
             return left_out
         for name, entry in self.base.splits.items():
-            lookup = window_lookup(ClipTable.of_split(self.base, name), window)
-            left_out[
-                entry.first_sample : entry.first_sample + entry.num_samples
-            ] = ~lookup.complete()
+            clips = ClipTable.of_split(self.base, name)
+            lookup = window_lookup(clips, window)
+            end = entry.first_sample + entry.num_samples
+            left_out[entry.first_sample : end] = ~lookup.complete()
         if left_out.all():
             raise ConfigError(
                 f"{window}: no clip of '{self.base.root}' has all of these frames; give "
@@ -427,7 +436,9 @@ class _Annotation:
         )
         with self._loader(split, World(0, 1)) as loader:
             (batch,) = loader.make_steps(Cursor(), 0)
-        return infer_table(self._outputs(batch), len(batch["sample_key"]), self._options.store)
+        outputs = self._outputs(batch)
+        num_rows = len(batch["sample_key"])
+        return infer_table(outputs, num_rows, self._options.store)
 
     def pieces(self, done: Rows, max_batches: int) -> list[_Piece]:
         """Return the batches with rows that are not ``done``, at most this number of them in a
@@ -436,14 +447,16 @@ class _Annotation:
         size = self._options.batch_size * self._world.size
         pieces_found = []
         for name, entry in self.base.splits.items():
-            of_split = slice(entry.first_sample, entry.first_sample + entry.num_samples)
-            lacking = np.flatnonzero(~done[of_split][~self.left_out[of_split]])
-            for _, batches in groupby(
-                np.unique(lacking // size).tolist(),
-                lambda batch: batch // max_batches,
-            ):
-                numbers = list(batches)
-                pieces_found.append(_Piece(name, numbers[0] * size, numbers[-1] - numbers[0] + 1))
+            split_rows = slice(entry.first_sample, entry.first_sample + entry.num_samples)
+            is_seen = ~self.left_out[split_rows]
+            is_lacking = ~done[split_rows][is_seen]
+            positions = np.flatnonzero(is_lacking)
+            batches = np.unique(positions // size).tolist()
+            for _, batches_of_piece in groupby(batches, lambda batch: batch // max_batches):
+                numbers = list(batches_of_piece)
+                num_batches = numbers[-1] - numbers[0] + 1
+                piece = _Piece(name, begin=numbers[0] * size, num_batches=num_batches)
+                pieces_found.append(piece)
         return pieces_found
 
     def write(self, piece: _Piece, writer: LayerWriter, done: Rows) -> int:
@@ -453,16 +466,14 @@ class _Annotation:
         options = self._options
         reduction = Reduction(options.temperature, options.positions, options.seed, options.epoch)
         num_written = 0
+        cursor = Cursor(options.epoch, piece.begin)
         with self._loader(piece.split, self._world) as loader:
-            for batch in loader.make_steps(
-                Cursor(options.epoch, piece.begin), 0, piece.num_batches
-            ):
+            for batch in loader.make_steps(cursor, 0, piece.num_batches):
                 rows = batch["global_index"].tolist()
-                missing_rows = [
-                    index
-                    for index, row in enumerate(rows)
-                    if batch["valid"][index] and not done[row]
-                ]
+                missing_rows = []
+                for index, row in enumerate(rows):
+                    if batch["valid"][index] and not done[row]:
+                        missing_rows.append(index)
                 if not missing_rows:
                     continue
                 values = rows_of(

@@ -53,24 +53,25 @@ class Reduction(NamedTuple):
                 f"output '{channel.name}' of sample {key!r} is {form}; the table has logits "
                 f"[T, {size}]"
             )
-        logits = (
-            output if isinstance(output, Tensor) else torch.tensor(output)
-        )  # an array may be one to read only
-        number = xxhash.xxh3_64_intdigest(f"{channel.name}\0{key}".encode()) - (1 << 63)
-        drawn = uniforms(
+        # Copied: an array may be one to read only.
+        logits = output if isinstance(output, Tensor) else torch.tensor(output)
+        digest = xxhash.xxh3_64_intdigest(f"{channel.name}\0{key}".encode())
+        (drawn,) = uniforms(
             self.seed,
             epoch=self.epoch,
-            sample=number,
+            sample=digest - (1 << 63),
             cameras=[ALL_CAMERAS],
             stream="logits",
             count=len(logits),
-        )[0]
+        )
         parts = []
         step = max(1, _VALUES_AT_ONCE // size)
         for first in range(0, max(1, len(logits)), step):
-            logs = (logits[first : first + step].float() / self.temperature).log_softmax(-1)
-            if bool(logs.isnan().any()):
-                position = first + int(logs.isnan().any(-1).nonzero()[0])
+            softened = logits[first : first + step].float() / self.temperature
+            logs = softened.log_softmax(-1)
+            is_nan = logs.isnan().any(-1)
+            if bool(is_nan.any()):
+                position = first + int(is_nan.nonzero()[0])
                 raise ConfigError(
                     f"output '{channel.name}' of sample {key!r} has NaN, an infinity or no "
                     f"finite logit at position {position}"
@@ -88,22 +89,23 @@ class Reduction(NamedTuple):
                 # Madow and Madow, 1944).
                 sums = likely.cumsum(-1, dtype=torch.float64)
                 start = torch.from_numpy(drawn[first : first + step]).to(sums.device)[:, None]
-                places = (torch.arange(k, device=sums.device) + start) / k * sums[:, -1:]
+                steps = torch.arange(k, device=sums.device) + start
+                places = steps / k * sums[:, -1:]
                 indices = torch.searchsorted(sums, places, right=True).clamp(max=size - 1)
                 weights = None
                 tail = None
-            parts.append(
-                Logits(indices, weights, tail, entropy).map(lambda part: part.cpu().numpy())
-            )
-        reduced = Logits(
-            *(
-                None if column[0] is None else np.concatenate(column)
-                for column in zip(*parts, strict=True)
-            )
-        )
-        stored = np.argsort(-reduced.mask, kind="stable")[: math.ceil(self.positions * len(logits))]
+            part = Logits(indices, weights, tail, entropy)
+            parts.append(part.map(lambda values: values.cpu().numpy()))
+        columns = []
+        for arrays in zip(*parts, strict=True):
+            column = None if arrays[0] is None else np.concatenate(arrays)
+            columns.append(column)
+        reduced = Logits(*columns)
+        # The positions of the largest entropy.
+        num_stored = math.ceil(self.positions * len(logits))
+        positions = np.argsort(-reduced.mask, kind="stable")
         mask = np.zeros(len(logits), bool)
-        mask[stored] = True
+        mask[positions[:num_stored]] = True
         return reduced._replace(mask=mask)
 
 
@@ -118,11 +120,10 @@ def weights_digest(model: object) -> str | None:
     for name, module in _modules(model):
         for entry, value in module.state_dict().items():
             if isinstance(value, Tensor):
-                full_value = value.full_tensor() if hasattr(value, "full_tensor") else value
-                digest.update(
-                    f"{name}.{entry} {full_value.dtype} {list(full_value.shape)}\n".encode()
-                )
-                values = full_value.detach().cpu().contiguous().reshape(-1)
+                tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
+                header = f"{name}.{entry} {tensor.dtype} {list(tensor.shape)}\n"
+                digest.update(header.encode())
+                values = tensor.detach().cpu().contiguous().reshape(-1)
                 digest.update(values.view(torch.uint8).numpy().data)
                 has_weights = True
     return digest.hexdigest() if has_weights else None

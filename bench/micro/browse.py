@@ -75,10 +75,12 @@ const isShown = () => {
     && performance.getEntriesByType('resource').some(({ name }) => name.includes('/points?'));
 };
 const look = async () => {
-  if (!window.lineMs && document.querySelector('#when')?.textContent) window.lineMs = performance.now();
+  const time = document.querySelector('#when')?.textContent;
+  if (!window.lineMs && time) window.lineMs = performance.now();
   if (!window.listMs && document.querySelector('.tile')) window.listMs = performance.now();
   if (!window.sampleMs && isShown()) {
-    await Promise.all([...document.querySelectorAll('#cameras img')].map((image) => image.decode()));
+    const images = [...document.querySelectorAll('#cameras img')];
+    await Promise.all(images.map((image) => image.decode()));
     requestAnimationFrame(() => { window.sampleMs ||= performance.now(); });
   }
   requestAnimationFrame(look);
@@ -93,9 +95,9 @@ class BrowseCase(msgspec.Struct, frozen=True, kw_only=True):
     ``open_s`` is from the command to its address; ``first_sample_s``, ``list_s`` and ``line_s``, of
     the clip's time line, are from the page's load. ``most_bytes`` is the most resident memory of
     the server, pages of the mapped index included, ``own_bytes`` what is left without these.
-    ``requests_...`` are those to S3: until the first sample is shown, thumbnails included; for each of
-    some steps through its clip; and for each jump to a sample of another part of the index, with
-    the sample after it, which is fetched ahead.
+    ``requests_...`` are those to S3: until the first sample is shown, thumbnails included; for each
+    of some steps through its clip; and for each jump to a sample of another part of the index,
+    with the sample after it, which is fetched ahead.
     """
 
     place: Literal["folder", "s3"]
@@ -129,17 +131,19 @@ def make_dataset(folder: Path, num_rows: int) -> Path:
     out = folder / f"rows-{num_rows}"
     if (out / MANIFEST_FILE).exists():
         return out
+    source = folder / "source"
     clip = folder / "clip"
-    synth(folder / "source", clips=1, frames=NUM_FRAMES, seed=7)
+    synth(source, clips=1, frames=NUM_FRAMES, seed=7)
     if not clip.exists():
-        shard(f"nuscenes:{folder / 'source'}", clip, options={"version": VERSION}, progress=Quiet())
+        shard(f"nuscenes:{source}", clip, options={"version": VERSION}, progress=Quiet())
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir()
     small = open_dataset(clip)
     (shard_entry,) = small.shards
-    stored = [
-        row._replace(members=tuple(row.members)) for row in map(small.index.row, range(NUM_FRAMES))
-    ]
+    stored = []
+    for number in range(NUM_FRAMES):
+        row = small.index.row(number)
+        stored.append(row._replace(members=tuple(row.members)))
 
     def rows() -> Iterator[IndexRow]:
         for number in range(num_rows):
@@ -147,13 +151,15 @@ def make_dataset(folder: Path, num_rows: int) -> Path:
             yield stored[frame]._replace(clip_id=f"clip-{clip_number:06d}")
 
     def attributes() -> Iterator[pa.Table]:
-        table = pa.concat_tables([small.table] * (ROWS_PER_GROUP // NUM_FRAMES + 2))
+        num_copies = ROWS_PER_GROUP // NUM_FRAMES + 2
+        table = pa.concat_tables([small.table] * num_copies)
         place = table.schema.get_field_index("clip_id")
+        field = table.schema.field(place)
         for first in range(0, num_rows, ROWS_PER_GROUP):
             end = min(first + ROWS_PER_GROUP, num_rows)
             clip_ids = [f"clip-{number // NUM_FRAMES:06d}" for number in range(first, end)]
             part = table.slice(first % NUM_FRAMES, end - first)
-            yield part.set_column(place, part.schema.field(place), pa.array(clip_ids))
+            yield part.set_column(place, field, pa.array(clip_ids))
 
     write_index(out, small.index.names, small.index.codecs, rows())
     write_attributes(out, attributes())
@@ -161,13 +167,18 @@ def make_dataset(folder: Path, num_rows: int) -> Path:
     os.link(clip / entry.name, out / entry.name)
     num_clips = -(-num_rows // NUM_FRAMES)
     split = SplitEntry(
-        first_sample=0, num_samples=num_rows, first_shard=0, num_shards=1, num_clips=num_clips
+        first_sample=0,
+        num_samples=num_rows,
+        first_shard=0,
+        num_shards=1,
+        num_clips=num_clips,
     )
+    files = write_tables(out, [entry])
     manifest = msgspec.structs.replace(
         small.manifest,
         num_samples=num_rows,
         num_clips=num_clips,
-        files=tuple(write_tables(out, [entry])),
+        files=tuple(files),
         splits={entry.split: split},
     )
     (out / MANIFEST_FILE).write_bytes(encode_manifest(manifest))
@@ -187,17 +198,23 @@ class _Objects(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Send an object, or the range of it that is asked for."""
         time.sleep(LATENCY_S)
-        self._requests.append(f"{self.command} {self.path} {self.headers.get('Range', '')}")
-        file = self._folder / Path(self.path.partition("?")[0]).name
+        header = self.headers.get("Range", "")
+        self._requests.append(f"{self.command} {self.path} {header}")
+        path, _, _ = self.path.partition("?")
+        file = self._folder / Path(path).name
         if not file.is_file():
             self.send_response(404)
             self.send_header("Content-Length", "0")
             self.end_headers()
             return
         size = file.stat().st_size
-        span = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
-        first = int(span[1]) if span else 0
-        end = min(int(span[2]) + 1 if span and span[2] else size, size)
+        span = re.fullmatch(r"bytes=(\d+)-(\d*)", header)
+        first = 0
+        end = size
+        if span:
+            first = int(span[1])
+            if span[2]:
+                end = min(int(span[2]) + 1, size)
         self.send_response(206 if span else 200)
         self.send_header("Content-Length", str(end - first))
         self.send_header("Content-Range", f"bytes {first}-{end - 1}/{size}")
@@ -220,21 +237,30 @@ def serve_objects(folder: Path) -> Iterator[tuple[str, list[str]]]:
     """Serve a folder as a bucket; yield its address, and the list that its requests go to."""
     requests: list[str] = []
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Objects, folder, requests))
+    port = server.server_address[1]
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
-        yield f"http://127.0.0.1:{server.server_address[1]}", requests
+        yield f"http://127.0.0.1:{port}", requests
     finally:
         server.shutdown()
         server.server_close()
 
 
 def measure_round(
-    place: str, env: dict[str, str], requests: list[str], work: Path
+    place: str,
+    env: dict[str, str],
+    requests: list[str],
+    work: Path,
 ) -> dict[str, Any]:
     """Serve a dataset, look at it in a browser, and return this round's value of each list."""
     command = [sys.executable, "-m", "fuelrail", "browse", place]
     started = time.perf_counter()
-    server = subprocess.Popen(command, env={**os.environ, **env}, stdout=subprocess.PIPE, text=True)
+    server = subprocess.Popen(
+        command,
+        env={**os.environ, **env},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     try:
         assert server.stdout is not None
         url = server.stdout.readline().split()[0]
@@ -277,8 +303,8 @@ def count_requests(page: Page, requests: list[str]) -> dict[str, Any]:
         page.press("ArrowRight")
         page.wait(f"document.querySelector('#key').textContent !== {key!r}")
         let_settle(requests)
-    of_steps = (len(requests) - before) / NUM_STEPS
-    of_jumps = []
+    requests_per_step = (len(requests) - before) / NUM_STEPS
+    requests_of_jumps = []
     num_samples = page.run("fetch('/api/dataset').then((a) => a.json()).then((d) => d.num_samples)")
     for number in range(NUM_JUMPS):
         before = len(requests)
@@ -286,8 +312,11 @@ def count_requests(page: Page, requests: list[str]) -> dict[str, Any]:
         page.run(f"location.hash = '#row={row}&alone=1'")
         page.wait(f"document.querySelector('#when').textContent.includes('{row:,}')")
         let_settle(requests)
-        of_jumps.append(len(requests) - before)
-    return {"requests_of_steps": of_steps, "requests_of_jumps": max(of_jumps)}
+        requests_of_jumps.append(len(requests) - before)
+    return {
+        "requests_of_steps": requests_per_step,
+        "requests_of_jumps": max(requests_of_jumps),
+    }
 
 
 def let_settle(requests: list[str]) -> None:
@@ -298,7 +327,11 @@ def let_settle(requests: list[str]) -> None:
         time.sleep(0.8)
 
 
-def measure_case(place: Literal["folder", "s3"], root: Path, num_rounds: int) -> BrowseCase:
+def measure_case(
+    place: Literal["folder", "s3"],
+    root: Path,
+    num_rounds: int,
+) -> BrowseCase:
     """Measure a dataset in some rounds."""
     rounds = []
     for _ in range(num_rounds):
@@ -314,13 +347,18 @@ def measure_case(place: Literal["folder", "s3"], root: Path, num_rounds: int) ->
                 "AWS_DEFAULT_REGION": "us-east-1",
             }
             address = str(root) if place == "folder" else "s3://bucket/dataset"
-            rounds.append(measure_round(address, env, requests, Path(folder)))
-            print(place, rounds[-1], flush=True)  # noqa: T201
+            figures = measure_round(address, env, requests, Path(folder))
+            rounds.append(figures)
+            print(place, figures, flush=True)  # noqa: T201
+    lists: dict[str, list[Any]] = {}
+    for name in rounds[0]:
+        lists[name] = [figures[name] for figures in rounds]
+    index = root / INDEX_FILE
     return BrowseCase(
         place=place,
         num_rows=len(open_dataset(root)),
-        index_bytes=(root / INDEX_FILE).stat().st_size,
-        **{name: [times[name] for times in rounds] for name in rounds[0]},
+        index_bytes=index.stat().st_size,
+        **lists,
     )
 
 
@@ -330,15 +368,14 @@ def render(report: BrowseTimes) -> str:
     for case in report.cases:
         times = (case.open_s, case.first_sample_s, case.list_s, case.line_s)
         counts = (case.requests_of_steps, case.requests_of_jumps)
-        rows.append(
-            (
-                f"{case.num_rows:,}",
-                "a folder" if case.place == "folder" else "S3",
-                *(f"{statistics.median(seconds):.2f}" for seconds in times),
-                f"{max(case.own_bytes) / 1e6:.0f}",
-                *(f"{max(requests):.0f}" if requests else "" for requests in counts),
-            )
+        row = (
+            f"{case.num_rows:,}",
+            "a folder" if case.place == "folder" else "S3",
+            *(f"{statistics.median(seconds):.2f}" for seconds in times),
+            f"{max(case.own_bytes) / 1e6:.0f}",
+            *(f"{max(requests):.0f}" if requests else "" for requests in counts),
         )
+        rows.append(row)
     return markdown_table(HEADER, rows)
 
 
@@ -360,7 +397,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             cases.append(measure_case("folder", root, options.rounds))
             cases.append(measure_case("s3", root, options.rounds))
     report = BrowseTimes(
-        benchmark="browse", machine=machine_facts(), load=load, latency_s=LATENCY_S, cases=cases
+        benchmark="browse",
+        machine=machine_facts(),
+        load=load,
+        latency_s=LATENCY_S,
+        cases=cases,
     )
     print(render(report))  # noqa: T201
     if options.out is not None:

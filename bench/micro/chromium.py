@@ -31,7 +31,9 @@ _TEXTS = {"Enter": "\r"}
 
 
 class Page:
-    """One page. ``complaints`` are its console's warnings and errors, exceptions, and refused loads."""
+    """One page. ``complaints`` are its console's warnings and errors, exceptions, and refused
+    loads.
+    """
 
     def __init__(self, reading: int, writing: int) -> None:
         self._reading = reading
@@ -80,7 +82,10 @@ class Page:
     def run(self, expression: str) -> Any:
         """Return the value of an expression, of a promise when it is kept."""
         result = self.call(
-            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+            "Runtime.evaluate",
+            expression=expression,
+            returnByValue=True,
+            awaitPromise=True,
         )
         assert "exceptionDetails" not in result, result["exceptionDetails"]
         return result["result"].get("value")
@@ -89,9 +94,9 @@ class Page:
         """Wait until an expression is true; fails after a minute."""
         end = time.monotonic() + _LIMIT_S
         while not self.run(condition):
-            assert time.monotonic() < end, (
-                f"waited for {condition}; {self.complaints}; {self.run('document.body.innerText.slice(0, 500)')}"
-            )
+            if time.monotonic() >= end:
+                text = self.run("document.body.innerText.slice(0, 500)")
+                raise AssertionError(f"waited for {condition}; {self.complaints}; {text}")
             time.sleep(0.02)
 
     def press(self, key: str) -> None:
@@ -99,16 +104,25 @@ class Page:
         for kind in ("keyDown", "keyUp"):
             text = ""
             if kind == "keyDown":
-                text = _TEXTS.get(key, key if len(key) == 1 else "")
-            code = _CODES.get(key, 0)
+                character = key if len(key) == 1 else ""
+                text = _TEXTS.get(key, character)
             self.call(
-                "Input.dispatchKeyEvent", type=kind, key=key, text=text, windowsVirtualKeyCode=code
+                "Input.dispatchKeyEvent",
+                type=kind,
+                key=key,
+                text=text,
+                windowsVirtualKeyCode=_CODES.get(key, 0),
             )
 
     def resize(self, width: int, height: int) -> None:
         """Make the window this large."""
-        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
-        self.call("Emulation.setDeviceMetricsOverride", **size)
+        self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
 
 
 @contextlib.contextmanager

@@ -117,10 +117,14 @@ def index_rows(count: int) -> Iterator[IndexRow]:
 
 
 def pyarrow_row(
-    table: pa.Table, number: int, names: Sequence[str], codecs: Sequence[str]
+    table: pa.Table,
+    number: int,
+    names: Sequence[str],
+    codecs: Sequence[str],
 ) -> dict[str, Any]:
     """Return the same row through pyarrow's own conversion to Python."""
-    row: dict[str, Any] = table.slice(number, 1).to_pylist()[0]
+    row: dict[str, Any]
+    (row,) = table.slice(number, 1).to_pylist()
     for member in row["members"]:
         member["name"] = names[member["name"]]
         member["codec"] = codecs[member["codec"]]
@@ -131,16 +135,21 @@ def torch_epoch(num_ranks: int) -> int:
     """Draw an epoch of one rank from torch's own samplers, in batches of 64; return the number
     of indices.
     """
-    sampler: Any = torch.utils.data.DistributedSampler(range(_NUM_ROWS), num_ranks, 0, shuffle=True)  # type: ignore[arg-type]
-    return sum(len(batch) for batch in torch.utils.data.BatchSampler(sampler, 64, drop_last=True))
+    rows: Any = range(_NUM_ROWS)
+    sampler: Any = torch.utils.data.DistributedSampler(
+        rows,
+        num_replicas=num_ranks,
+        rank=0,
+        shuffle=True,
+    )
+    batches = torch.utils.data.BatchSampler(sampler, 64, drop_last=True)
+    return sum(len(batch) for batch in batches)
 
 
 def our_epoch(num_ranks: int) -> int:
     """Draw the same from ours."""
-    return sum(
-        len(batch)
-        for batch in BatchSampler(_NUM_ROWS, global_batch=64 * num_ranks, world=World(0, num_ranks))
-    )
+    sampler = BatchSampler(_NUM_ROWS, global_batch=64 * num_ranks, world=World(0, num_ranks))
+    return sum(len(batch) for batch in sampler)
 
 
 def our_counted_epoch(num_ranks: int) -> int:
@@ -214,9 +223,11 @@ def measure(effort: Effort) -> Iterator[TimedContest]:
         path = Path(folder) / "index.arrow"
         write_index(path, index_rows(count), _FIELDS, ["raw"])
         index = SampleIndex(path)
+        rng = np.random.default_rng(0)
+        drawn = rng.permutation(count)[:5000]
+        rows = itertools.cycle(drawn.tolist())
         with pa.memory_map(str(path)) as source:
             table = pa.ipc.open_file(source).read_all()
-            rows = itertools.cycle(np.random.default_rng(0).permutation(count)[:5000].tolist())
             yield compare(
                 f"one row of an index of {count}, {len(_FIELDS)} members",
                 {

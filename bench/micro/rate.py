@@ -22,6 +22,7 @@ measured again.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import shutil
 import statistics
@@ -87,7 +88,10 @@ class Case(NamedTuple):
 CASES = {
     "cameras": Case(lidar=False, num_frames=480, num_files=480, num_rounds=9),
     "cameras and lidar, sweeps compressed": Case(
-        lidar=True, num_frames=340, num_files=340, num_rounds=9
+        lidar=True,
+        num_frames=340,
+        num_files=340,
+        num_rounds=9,
     ),
     # Longer, so that start and end of a run count less; the fastest alone, for it takes its time.
     "cameras, 1,440 frames": Case(
@@ -148,19 +152,21 @@ def touch_memory(folder: Path, num_bytes: int) -> None:
     longer than writing.
     """
     piece = bytes(1 << 20)
-    with (folder / "touched").open("wb") as file:
+    path = folder / "touched"
+    with path.open("wb") as file:
         for _ in range(num_bytes >> 20):
             file.write(piece)
-    (folder / "touched").unlink()
+    path.unlink()
 
 
 def restart_cost(files: Files, num_cpus: int) -> RestartCost:
     """Rewrite some of the images."""
-    images = [path.read_bytes() for _, paths in files for path in paths if path.suffix == ".jpg"][
-        :NUM_REWRITTEN
-    ]
+    paths = itertools.chain.from_iterable(paths for _, paths in files)
+    photographs = [path for path in paths if path.suffix == ".jpg"]
+    images = [path.read_bytes() for path in photographs[:NUM_REWRITTEN]]
     started = time.perf_counter()
-    after = sum(map(len, in_threads(with_restart_rows, images, num_cpus)))
+    rewritten = in_threads(with_restart_rows, images, num_cpus)
+    after = sum(map(len, rewritten))
     seconds = time.perf_counter() - started
     before = sum(map(len, images))
     return RestartCost(
@@ -201,8 +207,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the report as JSON")
     parser.add_argument("--quick", action="store_true", help="a few frames, to see that it runs")
     options = parser.parse_args(argv)
+    base = options.dir
     memory = Path("/dev/shm")
-    base = options.dir or (memory if os.access(memory, os.W_OK) else None)
+    if base is None and os.access(memory, os.W_OK):
+        base = memory
     cpus = sorted(os.sched_getaffinity(0))
     if options.cpus is not None and not 1 <= options.cpus <= len(cpus):
         parser.error(f"--cpus {options.cpus}: there are {len(cpus)}")
@@ -225,31 +233,26 @@ def _merged(path: Path, report: ShardingReport) -> ShardingReport:
         earlier = msgspec.json.decode(path.read_bytes(), type=ShardingReport)
     except (OSError, msgspec.DecodeError):
         return report
-    earlier_machine, now = (
-        msgspec.structs.replace(report_of.machine, commit=None, uncommitted_changes=None)
-        for report_of in (earlier, report)
-    )
-    if (earlier_machine, earlier.num_cpus, earlier.not_installed) != (
-        now,
-        report.num_cpus,
-        report.not_installed,
-    ):
+    conditions = []
+    for side in (earlier, report):
+        machine = msgspec.structs.replace(side.machine, commit=None, uncommitted_changes=None)
+        conditions.append((machine, side.num_cpus, side.not_installed))
+    if conditions[0] != conditions[1]:
         return report
-    tables = {
-        name: {**getattr(earlier, name), **getattr(report, name)}
-        for name in (
-            "commits",
-            "num_files",
-            "num_bytes",
-            "restart",
-            "mb_per_s",
-            "cpu_s_per_gb",
-            "share_of_floor",
-        )
-    }
-    by_title = {
-        comparison.title: comparison for comparison in (*earlier.comparisons, *report.comparisons)
-    }
+    tables = {}
+    for name in (
+        "commits",
+        "num_files",
+        "num_bytes",
+        "restart",
+        "mb_per_s",
+        "cpu_s_per_gb",
+        "share_of_floor",
+    ):
+        tables[name] = {**getattr(earlier, name), **getattr(report, name)}
+    by_title = {}
+    for comparison in (*earlier.comparisons, *report.comparisons):
+        by_title[comparison.title] = comparison
     comparisons = sorted(
         by_title.values(),
         key=lambda comparison: [*CASES, comparison.title].index(comparison.title),
@@ -281,37 +284,38 @@ def _measure(work: Path, options: argparse.Namespace, num_cpus: int) -> Sharding
         if root is None:
             root = work / "source"
             shutil.rmtree(root, ignore_errors=True)
-            num_frames, num_files = (6, 6) if options.quick else (case.num_frames, case.num_files)
             make_dataroot(
                 root,
-                num_frames,
+                6 if options.quick else case.num_frames,
                 lidar=case.lidar,
                 size=size,
-                num_files=num_files,
+                num_files=6 if options.quick else case.num_files,
                 full_tables=case.full_tables,
             )
         files = list_files(root)
         num_bytes = sum(path.stat().st_size for _, paths in files for path in paths)
         works, missing = candidates(root, files, work, num_cpus)
-        clocks = {
-            name: LapClock(call) for name, call in works.items() if name not in case.leave_out
-        }
+        clocks = {}
+        for name, call in works.items():
+            if name not in case.leave_out:
+                clocks[name] = LapClock(call)
         touch_memory(work, 2 * num_bytes)
         effort = QUICK if options.quick else Effort(num_rounds=case.num_rounds, min_lap_s=0.0)
         comparison = compare(title, clocks, effort)
-        rates = {
-            entry.name: num_bytes / 1e6 / entry.seconds_per_call for entry in comparison.entries
-        }
+        rates = {}
+        for entry in comparison.entries:
+            rates[entry.name] = num_bytes / 1e6 / entry.seconds_per_call
+        cpu_s_per_gb = {}
+        for name, clock in clocks.items():
+            cpu_s_per_gb[name] = statistics.median(clock.cpu_s) * 1e9 / num_bytes
+        fuelrail_clock = clocks[fuelrail_with(num_cpus)]
+        *_, floor = FLOORS
         report.comparisons.append(comparison)
         report.num_files[title] = sum(len(paths) for _, paths in files)
         report.num_bytes[title] = num_bytes
         report.mb_per_s[title] = rates
-        report.share_of_floor[title] = clocks[fuelrail_with(num_cpus)].over(
-            clocks[[*FLOORS][-1]], effort.num_rounds
-        )
-        report.cpu_s_per_gb[title] = {
-            name: statistics.median(clock.cpu_s) * 1e9 / num_bytes for name, clock in clocks.items()
-        }
+        report.share_of_floor[title] = fuelrail_clock.over(clocks[floor], effort.num_rounds)
+        report.cpu_s_per_gb[title] = cpu_s_per_gb
         report.commits[title] = report.machine.commit
         report.not_installed[:] = missing
         if not isinstance(load_native(), str):
@@ -331,10 +335,9 @@ def _table(report: ShardingReport) -> str:
         f"everybody on {report.num_cpus} CPUs, page cache warm; MB are those of the source files",
     ]
     for title, rates in report.mb_per_s.items():
-        lines += [
-            f"  {title}, {name}: {rate:,.0f} MB/s, {report.cpu_s_per_gb[title][name]:.2f} CPU-s/GB"
-            for name, rate in rates.items()
-        ]
+        for name, rate in rates.items():
+            cpu_s = report.cpu_s_per_gb[title][name]
+            lines.append(f"  {title}, {name}: {rate:,.0f} MB/s, {cpu_s:.2f} CPU-s/GB")
         share = report.share_of_floor[title]
         lines.append(
             f"  {title}, fuelrail's share of the floor with the same digests: {share.median:.2f} "

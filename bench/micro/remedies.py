@@ -89,7 +89,8 @@ class FaultyRows(Dataset[torch.Tensor]):
         if self.case.startswith("slow storage"):
             sleep(0.015)
         elif self.case == "slow transform":
-            values = np.random.default_rng(row).random(150_000)
+            rng = np.random.default_rng(row)
+            values = rng.random(150_000)
             for _ in range(2):
                 values.sort()
                 values = values[::-1].copy()
@@ -106,11 +107,13 @@ class FaultyRows(Dataset[torch.Tensor]):
         from PIL import Image
 
         if self.is_applied:
-            image = Image.fromarray(fr.decode_jpeg(path.read_bytes()))
+            encoded = path.read_bytes()
+            image = Image.fromarray(fr.decode_jpeg(encoded))
         else:
             image = Image.open(path).convert("RGB")
-        pixels = np.asarray(image.resize((_WIDTH, _HEIGHT)))
-        return torch.from_numpy(pixels.copy()).permute(2, 0, 1) / 255
+        image = image.resize((_WIDTH, _HEIGHT))
+        pixels = np.array(image)
+        return torch.from_numpy(pixels).permute(2, 0, 1) / 255
 
 
 class SlowStream(IterableDataset[torch.Tensor]):
@@ -118,22 +121,28 @@ class SlowStream(IterableDataset[torch.Tensor]):
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         info = get_worker_info()
-        for row in range(0, 4000, info.num_workers if info else 1):
+        num_workers = info.num_workers if info else 1
+        for row in range(0, 4000, num_workers):
             sleep(0.012)
             yield torch.full((3, 64, 64), row / 4000)
 
 
 def make_loader(case: str, folder: Path, *, is_applied: bool) -> Any:
     """Return the loader of a case, with its remedy or without."""
-    remedy, options = CASES[case]
-    options = dict(options)
-    files = sorted((folder / "images" / "all").glob("*.jpg"))
+    remedy, case_options = CASES[case]
+    options = dict(case_options)
+    images = folder / "images"
     if is_applied and remedy == "Fuelrail shards":
-        if not (folder / "dataset").exists():
-            fr.shard(f"imagefolder:{folder / 'images'}", folder / "dataset")
-        size = fr.Transforms(image=ImageAugment(height=_HEIGHT, width=_WIDTH, resize="stretch"))
+        dataset = folder / "dataset"
+        if not dataset.exists():
+            fr.shard(f"imagefolder:{images}", dataset)
+        resize = ImageAugment(height=_HEIGHT, width=_WIDTH, resize="stretch")
         return fr.DataLoader(
-            folder / "dataset", _BATCH, shuffle=True, drop_last=True, transforms=size
+            dataset,
+            _BATCH,
+            shuffle=True,
+            drop_last=True,
+            transforms=fr.Transforms(image=resize),
         )
     name, _, value = remedy.partition("=")
     if is_applied and value:
@@ -144,6 +153,7 @@ def make_loader(case: str, folder: Path, *, is_applied: bool) -> Any:
         options["worker_init_fn"] = start_slowly
     if case == "slow reads of a stream":
         return DataLoader(SlowStream(), _BATCH, **options)
+    files = sorted((images / "all").glob("*.jpg"))
     rows = FaultyRows(case, files, is_applied=is_applied)
     return DataLoader(rows, _BATCH, shuffle=True, drop_last=True, **options)
 
@@ -154,27 +164,47 @@ def start_slowly(_: int) -> None:
 
 
 def train(
-    case: str, folder: Path, *, is_applied: bool, is_tried: bool
+    case: str,
+    folder: Path,
+    *,
+    is_applied: bool,
+    is_tried: bool,
 ) -> tuple[float, list[Remedy]]:
     """Train some steps; return the mean step [ms], and the remedies that were tried in between."""
     torch.manual_seed(0)
     width = 32 if case == "convolutions" else 8
-    layers = [nn.Conv2d(3, width, 3, 2), nn.ReLU(), nn.Conv2d(width, width, 3, 1), nn.ReLU()]
-    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 1))
-    is_channels_last = is_applied and CASES[case][0] == "channels_last"
-    form = torch.channels_last if is_channels_last else torch.contiguous_format
-    model.to(memory_format=form)  # type: ignore[call-overload]
+    layers = [
+        nn.Conv2d(3, width, kernel_size=3, stride=2),
+        nn.ReLU(),
+        nn.Conv2d(width, width, kernel_size=3, stride=1),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(width, 1),
+    ]
+    model = nn.Sequential(*layers)
+    memory_format = torch.contiguous_format
+    if is_applied and CASES[case][0] == "channels_last":
+        memory_format = torch.channels_last
+    model.to(memory_format=memory_format)  # type: ignore[call-overload]
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    num_steps = _NUM_STEPS
+    seconds = SECONDS
+    if slower() != 1:
+        num_steps = _NUM_SLOW_STEPS
+        seconds = 2 * SECONDS
     with tempfile.TemporaryDirectory() as out:
         loader = make_loader(case, folder, is_applied=is_applied)
         watched = fr.watch(loader, model=model, optimizer=optimizer, out=out)
         if is_tried:
-            watched.try_remedies(seconds=SECONDS if slower() == 1 else 2 * SECONDS)
-        num_steps = _NUM_STEPS if slower() == 1 else _NUM_SLOW_STEPS
-        batches = itertools.chain.from_iterable(itertools.repeat(watched))
+            watched.try_remedies(seconds=seconds)
+        epochs = itertools.repeat(watched)
+        batches = itertools.chain.from_iterable(epochs)
         for batch in itertools.islice(batches, num_steps):
             images = batch["img"][:, 0] / 255 if isinstance(batch, dict) else batch
-            model(images.to(memory_format=form)).square().mean().backward()
+            images = images.to(memory_format=memory_format)
+            loss = model(images).square().mean()
+            loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             if case != "convolutions":
@@ -182,8 +212,8 @@ def train(
         records = Path(out) / RECORDS
         watched.finish()
         log = read_rank(rank_path(records, 0))
-    steps_ns = [step.wall_ns for step in log.steps[_WARM_UP:]]
-    return float(np.mean(steps_ns)) / 1e6, log.remedies or []
+    step_ns = float(np.mean([step.wall_ns for step in log.steps[_WARM_UP:]]))
+    return step_ns / 1e6, log.remedies or []
 
 
 def compare(case: str, folder: Path) -> dict[str, Any]:
@@ -192,10 +222,14 @@ def compare(case: str, folder: Path) -> dict[str, Any]:
     remedy = CASES[case][0]
     before_ms, tried = train(case, folder, is_applied=False, is_tried=True)
     turns = [before_ms]
-    for number in range(1, 4 if slower() == 1 else 2):
-        step_ms, _ = train(case, folder, is_applied=number % 2 == 1, is_tried=False)
+    num_turns = 4 if slower() == 1 else 2
+    for number in range(1, num_turns):
+        is_applied = number % 2 == 1
+        step_ms, _ = train(case, folder, is_applied=is_applied, is_tried=False)
         turns.append(step_ms)
-    gain = 1 - sum(turns[1::2]) / sum(turns[::2])
+    without_ms = turns[::2]
+    with_ms = turns[1::2]
+    gain = 1 - sum(with_ms) / sum(without_ms)
     prediction = next(entry for entry in tried if entry.name == remedy)
     return {
         "case": case,
@@ -216,8 +250,9 @@ def make_images(folder: Path) -> None:
     place.mkdir(parents=True)
     rng = np.random.default_rng(0)
     for number in range(200):
-        coarse = Image.fromarray(rng.integers(0, 255, (90, 160, 3), np.uint8))
-        coarse.resize((1280, 720)).save(place / f"{number:04}.jpg", quality=90)
+        pixels = rng.integers(0, 255, (90, 160, 3), np.uint8)
+        image = Image.fromarray(pixels).resize((1280, 720))
+        image.save(place / f"{number:04}.jpg", quality=90)
 
 
 def main() -> None:
@@ -229,24 +264,32 @@ def main() -> None:
     parser.add_argument("--folder", type=Path)
     args = parser.parse_args()
     if args.folder is not None:
-        sys.stdout.write(json.dumps(compare(args.case[0], args.folder)) + "\n")
+        comparison = compare(args.case[0], args.folder)
+        sys.stdout.write(json.dumps(comparison) + "\n")
         return
     os.environ[_SLOWER_VARIABLE] = args.slower
     cases = []
     watch = CpuWatch()
-    with tempfile.TemporaryDirectory() as name:
-        make_images(Path(name))
+    with tempfile.TemporaryDirectory() as folder:
+        make_images(Path(folder))
+        module = [sys.executable, "-m", __spec__.name]
         for case in args.case or CASES:
-            command = [sys.executable, "-m", __spec__.name, "--case", case, "--folder", name]
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-            cases.append(json.loads(done.stdout.splitlines()[-1]))
-            print(json.dumps(cases[-1]), flush=True)  # noqa: T201
+            process = subprocess.run(
+                [*module, "--case", case, "--folder", folder],
+                stdout=subprocess.PIPE,
+                text=True,
+                check=True,
+            )
+            last_line = process.stdout.splitlines()[-1]
+            cases.append(json.loads(last_line))
+            print(last_line, flush=True)  # noqa: T201
+    num_within_a_tenth = sum(row["is_within_a_tenth"] for row in cases)
     result = {
         "benchmark": "remedies",
         "slower": slower(),
         "machine": msgspec.to_builtins(machine_facts()),
         "disturbed": watch.use().disturbed,
-        "num_within_a_tenth": sum(row["is_within_a_tenth"] for row in cases),
+        "num_within_a_tenth": num_within_a_tenth,
         "cases": cases,
     }
     if args.out is not None:

@@ -44,7 +44,9 @@ def measure_reshape(effort: Effort) -> Iterator[TimedContest]:
             sizes = [2, 3]
 
             def reshape_and_take(
-                running: Any = running, batches: Any = batches, sizes: list[int] = sizes
+                running: Any = running,
+                batches: Any = batches,
+                sizes: list[int] = sizes,
             ) -> None:
                 running.reshape(fr.World(0, sizes[0]))
                 sizes.reverse()

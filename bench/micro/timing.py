@@ -105,25 +105,27 @@ def compare(
             calls = max(calls * 2, min(calls * 10, expected))
         num_calls.append(calls)
     lap_s = np.empty((effort.num_rounds, len(works)))
+    turns = list(range(len(works)))
     for round_number in range(effort.num_rounds):
-        turns = range(len(works)) if round_number % 2 == 0 else reversed(range(len(works)))
         for turn in turns:
-            lap_s[round_number, turn] = _lap_s(works[turn], num_calls[turn]) / num_calls[turn]
+            calls = num_calls[turn]
+            lap_s[round_number, turn] = _lap_s(works[turn], calls) / calls
+        turns.reverse()
     # Within a round first, then over the rounds: what slowed a whole round down cancels out.
     speedups = lap_s[:, :1] / lap_s
     low, median, high = np.quantile(speedups, (0.25, 0.5, 0.75), axis=0).tolist()
     times = np.median(lap_s, axis=0).tolist()
-    entries = [
-        TimedCandidate(
+    entries = []
+    for number, name in enumerate(candidates):
+        entry = TimedCandidate(
             name=name,
-            seconds_per_call=times[i],
-            speedup=median[i],
-            speedup_q25=low[i],
-            speedup_q75=high[i],
-            calls_per_lap=num_calls[i],
+            seconds_per_call=times[number],
+            speedup=median[number],
+            speedup_q25=low[number],
+            speedup_q75=high[number],
+            calls_per_lap=num_calls[number],
         )
-        for i, name in enumerate(candidates)
-    ]
+        entries.append(entry)
     return TimedContest(title=title, num_rounds=effort.num_rounds, entries=entries)
 
 
@@ -188,13 +190,17 @@ class LapClock:
         """Return how many times as fast as another one it is, by round; the calls before the first
         only warm up.
         """
-        ratios = np.divide(second.taken_s[-num_rounds:], self.taken_s[-num_rounds:])
-        return Quartiles(*np.quantile(ratios, (0.25, 0.5, 0.75)).tolist())
+        own_s = self.taken_s[-num_rounds:]
+        second_s = second.taken_s[-num_rounds:]
+        ratios = np.divide(second_s, own_s)
+        low, median, high = np.quantile(ratios, (0.25, 0.5, 0.75)).tolist()
+        return Quartiles(low, median, high)
 
 
 def _cpu_s() -> float:
-    used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return sum(usage.ru_utime + usage.ru_stime for usage in used)
+    own = resource.getrusage(resource.RUSAGE_SELF)
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return own.ru_utime + own.ru_stime + (children.ru_utime + children.ru_stime)
 
 
 def main(

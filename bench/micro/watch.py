@@ -17,14 +17,19 @@ STEP_MS = 50
 NUM_MODULES = 200
 
 
-def measure_step_us(watch: fr.watch | None, model: nn.Module, batches: list[torch.Tensor]) -> float:
+def measure_step_us(
+    watch: fr.watch | None,
+    model: nn.Module,
+    batches: list[torch.Tensor],
+) -> float:
     """Return the least CPU time of several epochs, in microseconds a step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     spent = []
     for _ in range(ROUNDS):
         started = time.thread_time()
         for batch in batches if watch is None else watch:
-            model(batch).sum().backward()
+            loss = model(batch).sum()
+            loss.backward()
             optimizer.step()
             optimizer.zero_grad()
         spent.append(time.thread_time() - started)
@@ -34,7 +39,8 @@ def measure_step_us(watch: fr.watch | None, model: nn.Module, batches: list[torc
 def main() -> None:
     """Print what a watch adds, with and without the model being given."""
     torch.set_num_threads(1)
-    model = nn.Sequential(nn.Linear(8, 8), *(nn.Identity() for _ in range(NUM_MODULES)))
+    further_modules = [nn.Identity() for _ in range(NUM_MODULES)]
+    model = nn.Sequential(nn.Linear(8, 8), *further_modules)
     batches = [torch.ones(4, 8)] * STEPS
     for watched_model in (model, None):
         plain_us = measure_step_us(None, model, batches)
@@ -43,8 +49,9 @@ def main() -> None:
             watched_us = measure_step_us(watch, model, batches)
             watch.finish()
         added_us = watched_us - plain_us
+        percent = added_us / STEP_MS / 10
         name = "model given" if watched_model is not None else "model found"
-        print(f"{name}: {added_us:.0f} us a step, {added_us / STEP_MS / 10:.2f} % of {STEP_MS} ms")  # noqa: T201
+        print(f"{name}: {added_us:.0f} us a step, {percent:.2f} % of {STEP_MS} ms")  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -29,23 +29,25 @@ def measure_row_us(batches: list[Any], rows: int, **options: Any) -> float:
 def batches_of(ids: Iterable[Any], batch: int, **columns: Any) -> list[dict[str, Any]]:
     """Return batches of these ids, each with these columns."""
     listed = list(ids)
-    return [
-        {"id": listed[start : start + batch], **columns} for start in range(0, len(listed), batch)
-    ]
+    batches = []
+    for start in range(0, len(listed), batch):
+        part = {"id": listed[start : start + batch], **columns}
+        batches.append(part)
+    return batches
 
 
 def main() -> None:
     """Print a table: a row for each kind of ids, a column for each size of a batch."""
     image = np.zeros((32, 3, 224, 224), np.uint8)
     for batch in (8, 32, 256):
-        numbers = [
-            {"id": np.arange(start, start + batch)}
-            for start in range(0, ROWS // batch * batch, batch)
-        ]
-        texts = batches_of((f"clip-{row:07d}/cam_front" for row in range(ROWS)), batch)
+        starts = range(0, ROWS // batch * batch, batch)
+        numbers = [{"id": np.arange(start, start + batch)} for start in starts]
+        names = (f"clip-{row:07d}/cam_front" for row in range(ROWS))
+        texts = batches_of(names, batch)
         integer_us = measure_row_us(numbers, ROWS)
         text_us = measure_row_us(texts, ROWS)
-        print(f"batch {batch:>3}: integers {integer_us:5.1f} us a row, texts {text_us:5.1f} us")  # noqa: T201
+        line = f"batch {batch:>3}: integers {integer_us:5.1f} us a row, texts {text_us:5.1f} us"
+        print(line)  # noqa: T201
     content_us = measure_row_us([{"x": image}] * 20, 640)
     print(f"digest of an image of 224 x 224: {content_us:.1f} us a row")  # noqa: T201
 

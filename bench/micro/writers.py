@@ -92,10 +92,8 @@ def with_command(root: Path, num_workers: int, out: Path, *options: str) -> None
             str(SHARD_BYTES),
             *options,
         ]
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(sys.path),
-        }  # it finds what this process found
+        # It finds what this process found.
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         subprocess.run(command, check=True, capture_output=True, env=environment)
 
 
@@ -115,21 +113,24 @@ def with_gnu_tar_and_digest(files: Files, out: Path) -> None:
     coreutils').
     """
     with _fresh(out) as folder:
-        _gnu_tar(files, folder / "all.tar")
-        with (folder / "all.tar").open("rb") as tar:
+        path = folder / "all.tar"
+        _gnu_tar(files, path)
+        with path.open("rb") as tar:
             hashlib.file_digest(tar, "sha256")
 
 
 def _gnu_tar(files: Files, tar: Path) -> None:
     names = b"\0".join(os.fsencode(path) for _, paths in files for path in paths)
-    # A file that is named again is to be copied again, as everybody does it, not linked.
-    options = [
+    command = [
+        "tar",
+        "--create",
         "--absolute-names",
+        # A file that is named again is to be copied again, as everybody does it, not linked.
         "--hard-dereference",
         "--null",
         "--files-from=-",
+        f"--file={tar}",
     ]
-    command = ["tar", "--create", *options, f"--file={tar}"]
     subprocess.run(command, input=names, check=True)
 
 
@@ -138,41 +139,43 @@ def with_tarfile(files: Files, out: Path) -> None:
     with _fresh(out) as folder, tarfile.open(folder / "all.tar", "w") as tar:
         for key, paths in files:
             for path in paths:
-                tar.add(path, f"{key}.{path.parent.name.lower()}.{path.suffix}")
+                name = f"{key}.{_channel(path)}.{path.suffix}"
+                tar.add(path, name)
+
+
+def _channel(path: Path) -> str:
+    return path.parent.name.lower()
 
 
 def _sample(paths: list[Path]) -> dict[str, bytes]:
     """Return the members of a frame by channel."""
-    return {path.parent.name.lower(): packed(path) for path in paths}
+    return {_channel(path): packed(path) for path in paths}
 
 
 def write_webdataset(files: Files, folder: Path) -> None:
     """Write with ``webdataset.ShardWriter``."""
     import webdataset
 
+    pattern = str(folder / "%06d.tar")
     with (
         contextlib.redirect_stdout(io.StringIO()),
-        webdataset.ShardWriter(str(folder / "%06d.tar"), maxsize=SHARD_BYTES, verbose=0) as writer,
+        webdataset.ShardWriter(pattern, maxsize=SHARD_BYTES, verbose=0) as writer,
     ):
         for key, paths in files:
-            names = {
-                p.parent.name.lower(): "bin.zst" if p.suffix == ".bin" else "jpg" for p in paths
-            }
-            writer.write(
-                {
-                    "__key__": key,
-                    **{f"{name}.{names[name]}": data for name, data in _sample(paths).items()},
-                }
-            )
+            sample: dict[str, Any] = {"__key__": key}
+            for path in paths:
+                extension = "bin.zst" if path.suffix == ".bin" else "jpg"
+                sample[f"{_channel(path)}.{extension}"] = packed(path)
+            writer.write(sample)
 
 
 def write_mds(files: Files, folder: Path) -> None:
     """Write with ``streaming.MDSWriter`` and hashes, as its guide recommends."""
     writer_type = importlib.import_module("streaming").MDSWriter
-    columns = {
-        "key": "str",
-        **{path.parent.name.lower(): "bytes" for path in files[0][1]},
-    }
+    _, first_paths = files[0]
+    columns = {"key": "str"}
+    for path in first_paths:
+        columns[_channel(path)] = "bytes"
     with writer_type(
         out=str(folder),
         columns=columns,
@@ -196,11 +199,11 @@ def with_litdata(files: Files, num_workers: int, out: Path) -> None:
     lit = importlib.import_module("litdata")
     with _fresh(out) as folder:
         cache = {
-            "DATA_OPTIMIZER_CACHE_FOLDER": "cache",
-            "DATA_OPTIMIZER_DATA_CACHE_FOLDER": "data",
+            "DATA_OPTIMIZER_CACHE_FOLDER": str(folder / "cache"),
+            "DATA_OPTIMIZER_DATA_CACHE_FOLDER": str(folder / "data"),
         }
         before = {name: os.environ.get(name) for name in cache}
-        os.environ.update({name: str(folder / sub) for name, sub in cache.items()})
+        os.environ.update(cache)
         try:
             with (
                 contextlib.redirect_stdout(io.StringIO()),
@@ -218,7 +221,10 @@ def with_litdata(files: Files, num_workers: int, out: Path) -> None:
                 )
         finally:
             for name, value in before.items():
-                os.environ.pop(name) if value is None else os.environ.update({name: value})
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
 
 
 def copy_part(files: Files, out: Path, digests: Collection[str]) -> None:
@@ -232,15 +238,16 @@ def copy_part(files: Files, out: Path, digests: Collection[str]) -> None:
         for _, paths in files:
             end = 0
             for path in paths:
-                handle = os.open(path, os.O_RDONLY)
-                have = os.readv(handle, [memory[end + BLOCK_BYTES :]])
-                os.close(handle)
                 start = end + BLOCK_BYTES
+                handle = os.open(path, os.O_RDONLY)
+                num_bytes = os.readv(handle, [memory[start:]])
+                os.close(handle)
                 if path.suffix == ".bin":
-                    stored = codecs.encode(SWEEP_CODEC, memory[start : start + have])
-                    have = len(stored)
-                    memory[start : start + have] = stored
-                end = start + have + -have % BLOCK_BYTES
+                    stored = codecs.encode(SWEEP_CODEC, memory[start : start + num_bytes])
+                    num_bytes = len(stored)
+                    memory[start : start + num_bytes] = stored
+                padding = -num_bytes % BLOCK_BYTES
+                end = start + num_bytes + padding
             span = memory[:end]
             if "xxh3" in digests:
                 xxhash.xxh3_64_intdigest(span)
@@ -251,18 +258,38 @@ def copy_part(files: Files, out: Path, digests: Collection[str]) -> None:
     digest.hexdigest()
 
 
-def copy_files(files: Files, num_threads: int, digests: Collection[str], folder: Path) -> None:
+def copy_files(
+    files: Files,
+    num_threads: int,
+    digests: Collection[str],
+    folder: Path,
+) -> None:
     """Copy all frames, in this number of threads."""
     with ThreadPoolExecutor(num_threads) as pool:
-        parts = [
-            files[len(files) * number // num_threads : len(files) * (number + 1) // num_threads]
-            for number in range(num_threads)
-        ]
-        outs = [folder / f"{number}.bin" for number in range(num_threads)]
-        list(pool.map(copy_part, parts, outs, [digests] * num_threads))
+        copies = []
+        for number, part in enumerate(_parts(files, num_threads)):
+            out = folder / f"{number}.bin"
+            copies.append(pool.submit(copy_part, part, out, digests))
+        for copy in copies:
+            copy.result()
 
 
-def with_floor(files: Files, num_threads: int, digests: Collection[str], out: Path) -> None:
+def _parts(files: Files, num_parts: int) -> list[Files]:
+    """Return frames in parts of about equal size, one after another."""
+    parts = []
+    for number in range(num_parts):
+        start = len(files) * number // num_parts
+        end = len(files) * (number + 1) // num_parts
+        parts.append(files[start:end])
+    return parts
+
+
+def with_floor(
+    files: Files,
+    num_threads: int,
+    digests: Collection[str],
+    out: Path,
+) -> None:
     """Read, write and compute these digests, nothing else."""
     with _fresh(out) as folder:
         copy_files(files, num_threads, digests, folder)
@@ -286,14 +313,12 @@ def in_parts(
     context = multiprocessing.get_context("fork")
     with _fresh(out) as folder:
         workers = []
-        for number in range(num_writers):
-            part = folder / str(number)
-            part.mkdir()
-            part_files = files[
-                len(files) * number // num_writers : len(files) * (number + 1) // num_writers
-            ]
-            workers.append(context.Process(target=write, args=(part_files, part)))
-            workers[-1].start()
+        for number, part in enumerate(_parts(files, num_writers)):
+            part_folder = folder / str(number)
+            part_folder.mkdir()
+            worker = context.Process(target=write, args=(part, part_folder))
+            worker.start()
+            workers.append(worker)
         for worker in workers:
             worker.join()
             if worker.exitcode:
@@ -301,7 +326,10 @@ def in_parts(
 
 
 def candidates(
-    root: Path, files: Files, work: Path, num_cpus: int
+    root: Path,
+    files: Files,
+    work: Path,
+    num_cpus: int,
 ) -> tuple[dict[str, Callable[[], object]], list[str]]:
     """Return all that are installed, GNU tar first; and the names of those that are not."""
     works: dict[str, Callable[[], object]] = {}
@@ -319,25 +347,22 @@ def candidates(
         if importlib.util.find_spec(module) is None:
             missing.append(name)
             continue
-        works[name] = partial(alone, write, files, work / module)
+        out = work / module
+        works[name] = partial(alone, write, files, out)
         if num_cpus > 1:
-            works[f"{name}, {num_cpus} processes"] = partial(
-                in_parts, write, files, num_cpus, work / module
-            )
+            title = f"{name}, {num_cpus} processes"
+            works[title] = partial(in_parts, write, files, num_writers=num_cpus, out=out)
     if importlib.util.find_spec("litdata"):
-        works[f"litdata.optimize, {num_cpus} workers"] = partial(
-            with_litdata, files, num_cpus, work / "litdata"
-        )
+        title = f"litdata.optimize, {num_cpus} workers"
+        works[title] = partial(with_litdata, files, num_cpus, work / "litdata")
     else:
         missing.append("litdata.optimize")
+    out = work / "fuelrail"
     for num_workers in sorted({1, num_cpus}):
-        works[fuelrail_with(num_workers)] = partial(
-            with_fuelrail, root, num_workers, work / "fuelrail"
-        )
-    works[COMMAND] = partial(with_command, root, num_cpus, work / "fuelrail")
-    works[RESTART_COMMAND] = partial(
-        with_command, root, num_cpus, work / "fuelrail", "--jpeg", "restart"
-    )
+        title = fuelrail_with(num_workers)
+        works[title] = partial(with_fuelrail, root, num_workers, out)
+    works[COMMAND] = partial(with_command, root, num_cpus, out)
+    works[RESTART_COMMAND] = partial(with_command, root, num_cpus, out, "--jpeg", "restart")
     for title, digests in FLOORS.items():
         works[title] = partial(with_floor, files, num_cpus, digests=digests, out=work / "floor")
     return works, missing

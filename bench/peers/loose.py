@@ -23,15 +23,18 @@ class Loose:
         """Write the files."""
         for sample in samples:
             for camera, image in zip(work.cameras, sample.images, strict=True):
-                (folder / f"{sample.number:06d}.{camera}.jpg").write_bytes(image)
+                path = folder / f"{sample.number:06d}.{camera}.jpg"
+                path.write_bytes(image)
 
     def batches(self, folder: Path, work: Work, recipe: str, /) -> Iterator[Batch]:
         """Return batches of a map-style dataset with one sample an item."""
+        dataset = _Files(folder, work, recipe)
+        generator = torch.Generator().manual_seed(work.seed)
         loader = torch.utils.data.DataLoader(
-            _Files(folder, work, recipe),
+            dataset,
             work.batch_size,
             shuffle=True,
-            generator=torch.Generator().manual_seed(work.seed),
+            generator=generator,
             drop_last=True,
             collate_fn=stack,
             **worker_options(work.num_workers),
@@ -49,10 +52,10 @@ class _Files(torch.utils.data.Dataset[tuple[int, "NDArray[np.uint8]"]]):
         return self._work.num_samples
 
     def __getitem__(self, number: int) -> tuple[int, NDArray[np.uint8]]:
-        images = [
-            (self._folder / f"{number:06d}.{camera}.jpg").read_bytes()
-            for camera in self._work.cameras
-        ]
+        images = []
+        for camera in self._work.cameras:
+            path = self._folder / f"{number:06d}.{camera}.jpg"
+            images.append(path.read_bytes())
         return number, new_sample(images, self._recipe, self._work)
 
 

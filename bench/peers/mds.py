@@ -24,15 +24,13 @@ class Mds:
         """Write shards by the library's own writer, the JPEGs as they are."""
         columns = {"number": "int", **dict.fromkeys(work.cameras, "bytes")}
         with import_module("streaming").MDSWriter(
-            out=str(folder), columns=columns, exist_ok=True
+            out=str(folder),
+            columns=columns,
+            exist_ok=True,
         ) as writer:
             for sample in samples:
-                writer.write(
-                    {
-                        "number": sample.number,
-                        **dict(zip(work.cameras, sample.images, strict=True)),
-                    }
-                )
+                images = dict(zip(work.cameras, sample.images, strict=True))
+                writer.write({"number": sample.number, **images})
 
     def batches(self, folder: Path, work: Work, recipe: str, /) -> Iterator[Batch]:
         """Return the batches of its dataset with its default shuffle; decode in ``__getitem__``,

@@ -63,10 +63,9 @@ class Work(Settings, frozen=True):
         """Samples of a shard, in formats that have shards; few, so that each worker has several
         of a small dataset.
         """
-        return max(
-            1,
-            min(_SAMPLES_PER_SHARD, self.num_samples // (2 * self.num_workers)),
-        )
+        num_shards = 2 * self.num_workers
+        samples_per_shard = min(_SAMPLES_PER_SHARD, self.num_samples // num_shards)
+        return max(1, samples_per_shard)
 
 
 class Sample(NamedTuple):
@@ -106,7 +105,8 @@ def pack_number(number: int) -> bytes:
 
 def unpack_number(data: bytes) -> int:
     """Return the number of :func:`pack_number`."""
-    number: int = _NUMBER.unpack(data)[0]
+    number: int
+    (number,) = _NUMBER.unpack(data)
     return number
 
 
@@ -203,16 +203,18 @@ def contestants(only: tuple[str, ...] = ()) -> list[Contestant]:
     every = [Contestant(peer, recipe) for peer, entry in PEERS.items() for recipe in entry.recipes]
     if not only:
         return every
+    choices = {*PEERS, *(contestant.name for contestant in every)}
     for name in only:
-        if name not in PEERS and name not in {contestant.name for contestant in every}:
-            choices = "; ".join(
+        if name not in choices:
+            recipes = "; ".join(
                 f"{peer}: {', '.join(entry.recipes)}" for peer, entry in PEERS.items()
             )
             raise ConfigError(
-                f"--only {name!r} is neither a loader nor a LOADER:RECIPE; there are {choices}"
+                f"--only {name!r} is neither a loader nor a LOADER:RECIPE; there are {recipes}"
             )
-    ours_named = any(name.partition(":")[0] == OURS for name in only)
-    names = set(only) if ours_named else {*only, OURS}
+    names = set(only)
+    if not any(name.partition(":")[0] == OURS for name in only):
+        names.add(OURS)
     return [
         contestant for contestant in every if contestant.peer in names or contestant.name in names
     ]
@@ -263,7 +265,9 @@ _SCRATCH = threading.local()
 
 
 def decode_sample(
-    images: Sequence[Buffer], recipe: str, out: NDArray[np.uint8]
+    images: Sequence[Buffer],
+    recipe: str,
+    out: NDArray[np.uint8],
 ) -> NDArray[np.uint8]:
     """Decode a sample's images into ``out``, uint8 [N, 3, H, W], and return it."""
     decode = RECIPES[recipe]
@@ -297,9 +301,11 @@ def seen_box(
     # The resized picture has whole pixels, and the crop begins at one.
     resized_width = int(width * scale)
     resized_height = int(height * scale)
-    left_edge = (resized_width - out_width) // 2 / resized_width * width
+    margin = (resized_width - out_width) // 2
+    left_edge = margin / resized_width * width
+    right = left_edge + out_width / resized_width * width
     upper = (resized_height - out_height) / resized_height * height
-    return left_edge, upper, left_edge + out_width / resized_width * width, float(height)
+    return left_edge, upper, right, float(height)
 
 
 def shrink_factor(source_wh: tuple[int, int], out_wh: tuple[int, int]) -> int:
@@ -307,7 +313,10 @@ def shrink_factor(source_wh: tuple[int, int], out_wh: tuple[int, int]) -> int:
     size.
     """
     left_edge, upper, right, lower = seen_box(source_wh, out_wh)
-    scale = min((right - left_edge) / out_wh[0], (lower - upper) / out_wh[1])
+    out_width, out_height = out_wh
+    scale_x = (right - left_edge) / out_width
+    scale_y = (lower - upper) / out_height
+    scale = min(scale_x, scale_y)
     return max(factor for factor in _REDUCED if factor == 1 or factor <= scale)
 
 
@@ -315,53 +324,61 @@ def decode_with_pil(encoded: Buffer, planes: NDArray[np.uint8]) -> None:
     """Decode, crop and shrink bilinearly with Pillow."""
     from PIL import Image
 
-    out_wh = planes.shape[2], planes.shape[1]
+    _, out_height, out_width = planes.shape
+    out_wh = out_width, out_height
     picture: Any = Image.open(io.BytesIO(encoded))
     box = seen_box(picture.size, out_wh)
     resized = picture.convert("RGB").resize(out_wh, Image.Resampling.BILINEAR, box=box)
-    np.copyto(planes, np.asarray(resized).transpose(2, 0, 1))
+    pixels = np.asarray(resized)
+    np.copyto(planes, pixels.transpose(2, 0, 1))
 
 
 def decode_with_cv2(encoded: Buffer, planes: NDArray[np.uint8]) -> None:
     """Decode at full size with OpenCV and shrink by area."""
-    picture: Any = cv2.imdecode(np.frombuffer(encoded, np.uint8), cv2.IMREAD_COLOR)
-    _resize(
-        picture,
-        (picture.shape[1], picture.shape[0]),
-        planes,
-        cv2.INTER_AREA,
-        bgr=True,
-    )
+    data = np.frombuffer(encoded, np.uint8)
+    picture: Any = cv2.imdecode(data, cv2.IMREAD_COLOR)
+    height, width = picture.shape[:2]
+    _resize(picture, (width, height), planes, cv2.INTER_AREA, bgr=True)
 
 
 def decode_with_reduced_cv2(encoded: Buffer, planes: NDArray[np.uint8]) -> None:
     """Decode with OpenCV at a reduced size and shrink bilinearly."""
-    height, width = _jpeg_size(encoded)
-    factor = shrink_factor((width, height), (planes.shape[2], planes.shape[1]))
-    picture = cv2.imdecode(np.frombuffer(encoded, np.uint8), _REDUCED[factor])
-    _resize(picture, (width, height), planes, cv2.INTER_LINEAR, bgr=True)
+    source_wh = _jpeg_size(encoded)
+    _, out_height, out_width = planes.shape
+    factor = shrink_factor(source_wh, (out_width, out_height))
+    data = np.frombuffer(encoded, np.uint8)
+    picture = cv2.imdecode(data, _REDUCED[factor])
+    _resize(picture, source_wh, planes, cv2.INTER_LINEAR, bgr=True)
 
 
 def decode_with_simplejpeg(encoded: Buffer, planes: NDArray[np.uint8]) -> None:
     """Decode with simplejpeg at a reduced size into the thread's buffer, shrink bilinearly."""
-    height, width = _jpeg_size(encoded)
-    factor = shrink_factor((width, height), (planes.shape[2], planes.shape[1]))
-    shape = -(-height // factor), -(-width // factor), 3
+    source_wh = _jpeg_size(encoded)
+    _, out_height, out_width = planes.shape
+    factor = shrink_factor(source_wh, (out_width, out_height))
+    width, height = (-(-side // factor) for side in source_wh)
+    shape = height, width, 3
     buffer = getattr(_SCRATCH, "buffer", None)
     if buffer is None or buffer.shape != shape:
-        buffer = _SCRATCH.buffer = np.empty(shape, np.uint8)
+        buffer = np.empty(shape, np.uint8)
+        _SCRATCH.buffer = buffer
     picture = simplejpeg.decode_jpeg(
-        encoded, "RGB", min_height=shape[0], min_width=shape[1], buffer=buffer
+        encoded,
+        "RGB",
+        min_height=height,
+        min_width=width,
+        buffer=buffer,
     )
-    _resize(picture, (width, height), planes, cv2.INTER_LINEAR, bgr=False)
+    _resize(picture, source_wh, planes, cv2.INTER_LINEAR, bgr=False)
 
 
 def decode_with_ours(encoded: Buffer, planes: NDArray[np.uint8]) -> None:
     """Decode, crop and shrink with ``fr.decode_jpeg``."""
-    height, width = _jpeg_size(encoded)
-    box = seen_box((width, height), (planes.shape[2], planes.shape[1]))
+    _, out_height, out_width = planes.shape
+    box = seen_box(_jpeg_size(encoded), (out_width, out_height))
     left_edge, upper, right, lower = map(round, box)
-    decode_jpeg(encoded, out=planes, crop=(left_edge, upper, right - left_edge, lower - upper))
+    crop = left_edge, upper, right - left_edge, lower - upper
+    decode_jpeg(encoded, out=planes, crop=crop)
 
 
 def _resize(
@@ -376,18 +393,22 @@ def _resize(
     planes.
     """
     height, width = picture.shape[:2]
-    left_edge, upper, right, lower = seen_box(source_wh, (planes.shape[2], planes.shape[1]))
-    x = width / source_wh[0]
-    y = height / source_wh[1]
-    region = picture[round(upper * y) : round(lower * y), round(left_edge * x) : round(right * x)]
-    small = cv2.resize(region, (planes.shape[2], planes.shape[1]), interpolation=method)
+    _, out_height, out_width = planes.shape
+    out_wh = out_width, out_height
+    left_edge, upper, right, lower = seen_box(source_wh, out_wh)
+    scale_x = width / source_wh[0]
+    scale_y = height / source_wh[1]
+    rows = slice(round(upper * scale_y), round(lower * scale_y))
+    columns = slice(round(left_edge * scale_x), round(right * scale_x))
+    small = cv2.resize(picture[rows, columns], out_wh, interpolation=method)
     red, green, blue = planes
     cv2.split(small, [blue, green, red] if bgr else [red, green, blue])
 
 
 def _jpeg_size(encoded: Buffer) -> tuple[int, int]:
+    """Return the width and height of a JPEG."""
     height, width, _, _ = simplejpeg.decode_jpeg_header(encoded)
-    return int(height), int(width)
+    return int(width), int(height)
 
 
 RECIPES: dict[str, Callable[[Buffer, NDArray[np.uint8]], None]] = {

@@ -98,11 +98,8 @@ def perform(task: Task) -> Answer:
     """Do a task in this process."""
     peer = load_peer(task.peer)
     if task.action == "write":
-        peer.write(
-            read_samples(open_dataset(task.dataset)),
-            Path(task.folder),
-            task.work,
-        )
+        samples = read_samples(open_dataset(task.dataset))
+        peer.write(samples, Path(task.folder), task.work)
         return Written()
     if task.action == "check":
         return _check(peer, task)
@@ -122,11 +119,14 @@ def _check(peer: Peer, task: Task) -> Check:
     times_seen: dict[int, int] = {}
     errors: list[float] = []
     batches = peer.batches(Path(task.folder), work, task.recipe)
-    num_batches = work.num_samples // work.batch_size if task.whole_epoch else _NUM_BATCHES_CHECKED
+    num_batches = _NUM_BATCHES_CHECKED
+    if task.whole_epoch:
+        num_batches = work.num_samples // work.batch_size
+    expected = (work.batch_size, *work.sample_shape)
     for _ in range(num_batches):
         numbers, images = next(batches)
-        expected = (work.batch_size, *work.sample_shape)
-        if images.shape != expected or images.dtype != np.uint8 or len(numbers) != work.batch_size:
+        is_expected = images.shape == expected and images.dtype == np.uint8
+        if not is_expected or len(numbers) != work.batch_size:
             return _faulty(
                 f"batches are {images.dtype} {images.shape} with {len(numbers)} keys, not "
                 f"uint8 {expected}"
@@ -137,23 +137,20 @@ def _check(peer: Peer, task: Task) -> Check:
         if len(errors) < _NUM_IMAGES_CHECKED:
             (sample,) = read_samples(dataset, numbers[:1])
             expected_images = np.stack([reference(image, work) for image in sample.images])
-            errors += (
-                np.square(images[0].astype(np.float32) - expected_images)
-                .mean(axis=(1, 2, 3))
-                .tolist()
-            )
+            differences = images[0].astype(np.float32) - expected_images
+            errors += np.square(differences).mean(axis=(1, 2, 3)).tolist()
         for number in numbers:
             times_seen[number] = times_seen.get(number, 0) + 1
     missing = work.num_samples - len(times_seen) if task.whole_epoch else 0
+    in_flight = _MAX_MISSING_BATCHES * work.num_workers * work.batch_size
     fault = None
-    if (
-        missing
-        > _MAX_MISSING_BATCHES * work.num_workers * work.batch_size
-        + _MAX_MISSING_SHARE * work.num_samples
-    ):
+    if missing > in_flight + _MAX_MISSING_SHARE * work.num_samples:
         fault = f"{missing} of {work.num_samples} samples did not come in an epoch"
-    # Of equal pictures: as if a single bit of the set differed.
-    psnr = [float(10 * np.log10(255**2 / max(error, 1e-9))) for error in errors]
+    psnr = []
+    for error in errors:
+        # Of equal pictures: as if a single bit of the set differed.
+        ratio = 255**2 / max(error, 1e-9)
+        psnr.append(float(10 * np.log10(ratio)))
     return Check(
         num_images=len(errors),
         lowest_psnr_db=min(psnr),
@@ -179,16 +176,17 @@ def reference(encoded: bytes, work: Work) -> NDArray[np.float32]:
     """Decode an image by the definition: at full size, all of it shrunk by area, cropped; [3, H,
     W].
     """
-    picture: Any = cv2.imdecode(np.frombuffer(encoded, np.uint8), cv2.IMREAD_COLOR_RGB)
+    data = np.frombuffer(encoded, np.uint8)
+    picture: Any = cv2.imdecode(data, cv2.IMREAD_COLOR_RGB)
     height, width = picture.shape[:2]
     scale = max(work.width / width, work.height / height)
-    resized_wh = int(width * scale), int(height * scale)
-    small = cv2.resize(picture, resized_wh, interpolation=cv2.INTER_AREA)
-    left_edge = (resized_wh[0] - work.width) // 2
-    upper = resized_wh[1] - work.height
-    planes: NDArray[np.float32] = (
-        small[upper:, left_edge : left_edge + work.width].transpose(2, 0, 1).astype(np.float32)
-    )
+    resized_width = int(width * scale)
+    resized_height = int(height * scale)
+    small = cv2.resize(picture, (resized_width, resized_height), interpolation=cv2.INTER_AREA)
+    left_edge = (resized_width - work.width) // 2
+    upper = resized_height - work.height
+    crop = small[upper:, left_edge : left_edge + work.width]
+    planes: NDArray[np.float32] = crop.transpose(2, 0, 1).astype(np.float32)
     return planes
 
 
@@ -196,9 +194,8 @@ def main(path: str) -> None:
     """Do the task and leave at once: worker processes and threads end with this one, in whatever
     they are doing.
     """
-    end_with(
-        os.getppid(), signal.SIGKILL
-    )  # however the comparison ends, nothing of it continues to run
+    # However the comparison ends, nothing of it continues to run.
+    end_with(os.getppid(), signal.SIGKILL)
     task = msgspec.json.decode(Path(path).read_bytes(), type=Task)
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, task.cpus)
@@ -224,9 +221,12 @@ def read_samples(dataset: Dataset, numbers: Iterable[int] | None = None) -> Iter
     Raises ConfigError for a sample that lacks an image: the other loaders have no mask for it.
     """
     reader = SampleReader(dataset, extra=False)
-    keys = sorted((dataset.index.row(row).key, row) for row in range(len(dataset.index)))
+    rows = range(len(dataset.index))
+    keys = sorted((dataset.index.row(row).key, row) for row in rows)
     cameras = [camera.channel for camera in dataset.manifest.cameras]
-    for number in range(len(keys)) if numbers is None else numbers:
+    if numbers is None:
+        numbers = range(len(keys))
+    for number in numbers:
         key, row = keys[number]
         images = reader.sample(row).images
         missing = [camera for camera in cameras if camera not in images]

@@ -8,6 +8,7 @@ import mmap
 import random
 from collections.abc import Iterable, Iterator
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 
 import cv2
@@ -49,20 +50,25 @@ class Spdl:
             for (_, encoded), planes in zip(samples, images, strict=True):
                 if recipe == "ffmpeg":
                     io = import_module("spdl.io")
-                    scale = max(work.width / work.source_wh[0], work.height / work.source_wh[1])
-                    width = int(work.source_wh[0] * scale)
-                    height = int(work.source_wh[1] * scale)
+                    source_width, source_height = work.source_wh
+                    scale = max(work.width / source_width, work.height / source_height)
+                    width = int(source_width * scale)
+                    height = int(source_height * scale)
                     left_edge = (width - work.width) // 2
-                    crop = f"crop={work.width}:{work.height}:{left_edge}:{height - work.height}"
+                    upper = height - work.height
                     description = (
-                        f"scale={width}:{height}:flags=bilinear,{crop},format=pix_fmts=rgb24"
+                        f"scale={width}:{height}:flags=bilinear,"
+                        f"crop={work.width}:{work.height}:{left_edge}:{upper},"
+                        "format=pix_fmts=rgb24"
                     )
                     for image, (red, green, blue) in zip(encoded, planes, strict=True):
-                        picture = io.to_numpy(io.load_image(bytes(image), filter_desc=description))
-                        cv2.split(picture, [red, green, blue])
+                        frame = io.load_image(bytes(image), filter_desc=description)
+                        pixels = io.to_numpy(frame)
+                        cv2.split(pixels, [red, green, blue])
                 else:
                     decode_sample(encoded, recipe, planes)
-            return Batch([unpack_number(number) for number, _ in samples], images)
+            numbers = [unpack_number(number) for number, _ in samples]
+            return Batch(numbers, images)
 
         builder = import_module("spdl.pipeline").PipelineBuilder()
         pipeline = (
@@ -83,10 +89,9 @@ def _shuffled_batches(folder: Path, work: Work) -> Iterator[list[RawSample]]:
     shards = sorted(folder.glob("*.tar"))
     while True:
         rng.shuffle(shards)
+        samples = chain.from_iterable(_samples(shard, work) for shard in shards)
         batch: list[RawSample] = []
-        for sample in _buffered(
-            (entry for shard in shards for entry in _samples(shard, work)), rng
-        ):
+        for sample in _buffered(samples, rng):
             batch.append(sample)
             if len(batch) == work.batch_size:
                 yield batch
@@ -112,12 +117,12 @@ def _samples(shard: Path, work: Work) -> Iterator[RawSample]:
         mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     members: dict[str, memoryview] = {}
     for name, content in import_module("spdl.io").iter_tarfile(mapped):
-        members[name.partition(".")[2]] = content
+        _, _, member = name.partition(".")
+        members[member] = content
         if len(members) == len(work.cameras) + 1:
-            yield (
-                bytes(members[wds.NUMBER]),
-                [members[f"{camera}.jpg"] for camera in work.cameras],
-            )
+            number = bytes(members[wds.NUMBER])
+            images = [members[f"{camera}.jpg"] for camera in work.cameras]
+            yield number, images
             members = {}
 
 

@@ -39,20 +39,19 @@ class Webdataset:
 
         pattern = str(folder / "train-%06d.tar")
         with webdataset.ShardWriter(
-            pattern, maxcount=work.samples_per_shard, encoder=False, verbose=0
+            pattern,
+            maxcount=work.samples_per_shard,
+            encoder=False,
+            verbose=0,
         ) as writer:
             for sample in samples:
-                images = {
-                    f"{camera}.jpg": image
-                    for camera, image in zip(work.cameras, sample.images, strict=True)
+                members = {
+                    "__key__": f"{sample.number:06d}",
+                    NUMBER: pack_number(sample.number),
                 }
-                writer.write(
-                    {
-                        "__key__": f"{sample.number:06d}",
-                        NUMBER: pack_number(sample.number),
-                        **images,
-                    }
-                )
+                for camera, image in zip(work.cameras, sample.images, strict=True):
+                    members[f"{camera}.jpg"] = image
+                writer.write(members)
 
     def batches(self, folder: Path, work: Work, recipe: str, /) -> Iterator[Batch]:
         """Return batches of shards that are shuffled and divided among workers, samples through
@@ -70,16 +69,22 @@ class Webdataset:
             .map(partial(_decode, work, recipe))
             .batched(work.batch_size, collation_fn=stack, partial=False)
         )
-        return endless(
-            torch.utils.data.DataLoader(
-                dataset, batch_size=None, **worker_options(work.num_workers)
-            )
+        loader = torch.utils.data.DataLoader(
+            dataset,
+            batch_size=None,
+            **worker_options(work.num_workers),
         )
+        return endless(loader)
 
 
-def _decode(work: Work, recipe: str, sample: dict[str, Any]) -> tuple[int, NDArray[np.uint8]]:
+def _decode(
+    work: Work,
+    recipe: str,
+    sample: dict[str, Any],
+) -> tuple[int, NDArray[np.uint8]]:
+    number = unpack_number(sample[NUMBER])
     images = [sample[f"{camera}.jpg"] for camera in work.cameras]
-    return unpack_number(sample[NUMBER]), new_sample(images, recipe, work)
+    return number, new_sample(images, recipe, work)
 
 
 PEER = Webdataset()

@@ -49,10 +49,7 @@ scratch memory.
 TEACHER_WEIGHTS = "teacher's weights"
 _STATE_MARGIN = 1.05  # what is over by less is shaped, and refused with its kinds
 _STATE_PASSES = 7  # AdamW reads weight, gradient and two moments, and writes three of them
-_BUCKET_BYTES = (
-    1 << 20,
-    25 << 20,
-)  # of torch's DDP: the first one, and the others
+_BUCKET_BYTES = (1 << 20, 25 << 20)  # of torch's DDP: the first one, and the others
 _LARGEST = 3  # parts that a refusal names
 # What torch's memory tracker calls them, and what they are.
 _WORDS = {
@@ -104,14 +101,15 @@ class Fit(NamedTuple):
     @property
     def useful_flop(self) -> float:
         """FLOP of a device in a step, without what is computed again."""
-        return (
-            sum(shape.flop for shape in self.single_pass)
-            / len(self.single_pass)
-            * self.inputs.micro_batches
-        )
+        mean_flop = sum(shape.flop for shape in self.single_pass) / len(self.single_pass)
+        return mean_flop * self.inputs.micro_batches
 
 
-def is_bound(scenario: Scenario, cluster: ClusterSettings, settings: ParallelSettings) -> bool:
+def is_bound(
+    scenario: Scenario,
+    cluster: ClusterSettings,
+    settings: ParallelSettings,
+) -> bool:
     """Return whether a plan says no time but a bound: the least that a step takes.
 
     So it is for families of models of which no steps of this device were published or measured, and
@@ -119,11 +117,15 @@ def is_bound(scenario: Scenario, cluster: ClusterSettings, settings: ParallelSet
     """
     if scenario.accelerator is not None:
         return False
-    device = cluster.device.name
-    software = scenario.software
-    return settings.offload or (
-        scenario.efficiency is None
-        and not has_range(device, scenario.precision, scenario.family, software)
+    if settings.offload:
+        return True
+    if scenario.efficiency is not None:
+        return False
+    return not has_range(
+        cluster.device.name,
+        scenario.precision,
+        scenario.family,
+        scenario.software,
     )
 
 
@@ -141,16 +143,22 @@ def efficiency(
         scenario.software,
         scenario.family,
     )
-    return best_of(used) if is_bound(scenario, cluster, settings or ParallelSettings()) else used
+    if is_bound(scenario, cluster, settings or ParallelSettings()):
+        return best_of(used)
+    return used
 
 
 def virtual_of(scenario: Scenario, settings: ParallelSettings) -> int:
     """Return the number of stages of a rank."""
-    return (scenario.virtual_stages or 2) if settings.pipeline_schedule == "Interleaved1F1B" else 1
+    if settings.pipeline_schedule != "Interleaved1F1B":
+        return 1
+    return scenario.virtual_stages or 2
 
 
 def model_of(
-    scenario: Scenario, settings: ParallelSettings, degrees: Degrees
+    scenario: Scenario,
+    settings: ParallelSettings,
+    degrees: Degrees,
 ) -> ModelSettings | str:
     """Return the model as a rank of a context- or expert-parallel group runs it.
 
@@ -162,15 +170,16 @@ def model_of(
     """
     model = scenario.settings
     if isinstance(model, GptSettings):
-        at_once = degrees.pp * virtual_of(scenario, settings)
-        depth = (
-            -(-model.depth // at_once) * at_once
-            if isinstance(scenario.model, TransformerShape)
-            else model.depth
+        depth = model.depth
+        if isinstance(scenario.model, TransformerShape):
+            num_stages = degrees.pp * virtual_of(scenario, settings)
+            depth = -(-model.depth // num_stages) * num_stages
+        return msgspec.structs.replace(
+            model,
+            depth=depth,
+            context=model.context // (scenario.context_parallel or 1),
+            experts=model.experts // (scenario.expert_parallel or 1),
         )
-        context = model.context // (scenario.context_parallel or 1)
-        experts = model.experts // (scenario.expert_parallel or 1)
-        return msgspec.structs.replace(model, depth=depth, context=context, experts=experts)
     return model
 
 
@@ -213,7 +222,10 @@ def hybrid(cluster: ClusterSettings, recompute: Recompute = "none") -> Iterator[
 
 
 def composed(
-    cluster: ClusterSettings, pp: int, tp: int, recompute: Recompute = "full"
+    cluster: ClusterSettings,
+    pp: int,
+    tp: int,
+    recompute: Recompute = "full",
 ) -> ParallelSettings:
     """Return stages of divided layers; what is left of the ranks shards."""
     sizes = {"pp": pp, "dp_shard": cluster.num_devices // (pp * tp), "tp": tp}
@@ -223,9 +235,12 @@ def composed(
 
 def named(settings: ParallelSettings) -> str:
     """Return a strategy in words."""
-    recompute_text = "" if settings.recompute == "none" else f", {settings.recompute} recomputation"
-    moved = ", offload" if settings.offload else ""
-    return (settings.mesh or settings.strategy) + recompute_text + moved
+    text = settings.mesh or settings.strategy
+    if settings.recompute != "none":
+        text += f", {settings.recompute} recomputation"
+    if settings.offload:
+        text += ", offload"
+    return text
 
 
 class TooLargeError(ConfigError):
@@ -301,17 +316,22 @@ def largest_parts(memory: Mapping[str, float]) -> str:
     for kind, size in memory.items():
         words = _WORDS.get(kind, kind)
         sizes[words] = sizes.get(words, 0.0) + size
-    largest = sorted(sizes.items(), key=lambda item: -item[1])[:_LARGEST]
+    by_size = sorted(sizes.items(), key=lambda item: -item[1])
+    largest = by_size[:_LARGEST]
     return ", ".join(f"{words} {gib(size)}" for words, size in largest)
 
 
 def gib(size: float) -> str:
     """Return bytes in GiB, or in MiB where they are less than one."""
-    return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / 2**20:.3g} MiB"
+    if size >= GIB:
+        return f"{size / GIB:.1f} GiB"
+    return f"{size / 2**20:.3g} MiB"
 
 
 def inputs_of(
-    scenario: Scenario, settings: ParallelSettings, degrees: Degrees
+    scenario: Scenario,
+    settings: ParallelSettings,
+    degrees: Degrees,
 ) -> tuple[ParallelSettings, Inputs]:
     """Divide the global batch. Raises ConfigError, or IndivisibleError, where that is not even."""
     shares = scenario.context_parallel or 1
@@ -329,9 +349,8 @@ def inputs_of(
         )
     at_once = degrees.data // shares * scenario.micro_batch
     if scenario.global_batch % at_once:
-        kind = (
-            IndivisibleError if scenario.global_batch > at_once else ConfigError
-        )  # of which a smaller mesh has enough
+        # Of a smaller batch a smaller mesh has enough.
+        kind = IndivisibleError if scenario.global_batch > at_once else ConfigError
         raise kind(
             f"{degrees.data} data-parallel ranks with micro-batches of "
             f"{scenario.micro_batch} do not divide the global batch of "
@@ -349,10 +368,7 @@ def inputs_of(
         expert_parallel=scenario.expert_parallel or 1,
         stores_8_bits=scenario.precision == "fp8" and scenario.software == "nvidia",
     )
-    if degrees.pp > 1 and settings.micro_batches not in (
-        None,
-        inputs.micro_batches,
-    ):
+    if degrees.pp > 1 and settings.micro_batches not in (None, inputs.micro_batches):
         raise ConfigError(
             f"parallel.micro_batches is {settings.micro_batches}, and a global batch of "
             f"{scenario.global_batch} is {inputs.micro_batches} micro-batches of "
@@ -407,36 +423,42 @@ def taught(scenario: Scenario, inputs: Inputs, devices: int) -> Taught | None:
     if scenario.teacher is None:
         return None
     model = scenario.sized(scenario.teacher)
-    alone = stages(
+    (alone,) = stages(
         model,
         settings=ParallelSettings(),
         degrees=Degrees(),
         inputs=msgspec.structs.replace(inputs, micro_batches=1),
         precision=scenario.run_precision,
-    )[0]
+    )
     weight_bytes = FP32 * alone.parameters
     blocks = num_blocks(model)
-    gathers = [
-        Collective(
+    pass_bytes = alone.kept_bytes // blocks
+    gathered = []
+    if devices > 1:
+        pass_bytes += 2 * weight_bytes // blocks
+        gather = Collective(
             kind="all_gather",
             axis="dp_teacher",
             ranks=devices,
             count=blocks + 1,
             bytes=weight_bytes,
         )
-    ]
+        gathered.append(gather)
     return Taught(
         parameters=alone.parameters,
         flop=alone.flop // 3,
         moved_bytes=alone.kept_bytes // 3,
         weights_bytes=weight_bytes // devices,
-        gathered=gathers if devices > 1 else [],
-        pass_bytes=alone.kept_bytes // blocks + (2 * weight_bytes // blocks if devices > 1 else 0),
+        gathered=gathered,
+        pass_bytes=pass_bytes,
     )
 
 
 def beside_teacher(
-    scenario: Scenario, degrees: Degrees, inputs: Inputs, stages: list[Shape]
+    scenario: Scenario,
+    degrees: Degrees,
+    inputs: Inputs,
+    stages: list[Shape],
 ) -> list[Shape]:
     """Add a teacher that predicts beside the student: before its forward pass, in memory that this
     needs next.
@@ -452,31 +474,35 @@ def beside_teacher(
             f"pp={degrees.pp} ranks; use pp=1, or teacher_from: layer"
         )
     gathered = summed(teacher.gathered, inputs.micro_batches)
-    result = []
+    taught_stages = []
     for shape in stages:
-        beyond = max(0, teacher.pass_bytes - shape.kept_bytes)
         memory = {
             **shape.memory,
             TEACHER_WEIGHTS: teacher.weights_bytes,
-            "teacher's pass": beyond,
+            "teacher's pass": max(0, teacher.pass_bytes - shape.kept_bytes),
         }
-        result.append(
-            msgspec.structs.replace(
-                shape,
-                memory=memory,
-                peak_bytes=sum(memory.values()),
-                flop=shape.flop + teacher.flop,
-                collectives=[*shape.collectives, *gathered],
-            )
+        taught_stage = msgspec.structs.replace(
+            shape,
+            memory=memory,
+            peak_bytes=sum(memory.values()),
+            flop=shape.flop + teacher.flop,
+            collectives=[*shape.collectives, *gathered],
         )
-    return result
+        taught_stages.append(taught_stage)
+    return taught_stages
 
 
 def buckets(gradient_bytes: int, bucket_mib: float | None) -> tuple[int, float]:
     """Return the number of DDP's buckets, and the share of the last, which hides behind nothing."""
-    first, size = _BUCKET_BYTES if bucket_mib is None else [max(1, round(bucket_mib * 2**20))] * 2
-    more = max(0, -(-(gradient_bytes - first) // size))
-    return 1 + more, 1 - (first + (more - 1) * size) / gradient_bytes if more else 1.0
+    first, size = _BUCKET_BYTES
+    if bucket_mib is not None:
+        size = max(1, round(bucket_mib * 2**20))
+        first = size
+    if gradient_bytes <= first:
+        return 1, 1.0
+    num_further = -(-(gradient_bytes - first) // size)
+    bytes_before_last = first + (num_further - 1) * size
+    return 1 + num_further, 1 - bytes_before_last / gradient_bytes
 
 
 def peak(stages: list[Shape]) -> int:
@@ -503,52 +529,58 @@ def work_of(
     if settings.shards_optimiser:
         state //= degrees.data
     teacher_flop = 0 if beside is None else beside.flop
+    student_flop = plain.flop - teacher_flop
     blocks = blocks_of(scenario.settings)
-    reduces_each = scenario.low and degrees.dp_shard > 1 and degrees.pp == 1
     sent = list(
         traffic_of(
             settings,
             degrees=degrees,
             shape=shape,
-            flop=plain.flop - teacher_flop,
+            flop=student_flop,
             teacher_flop=teacher_flop,
             blocks=blocks,
-            reduces_each=reduces_each,
+            reduces_each=scenario.low and degrees.dp_shard > 1 and degrees.pp == 1,
         )
     )
-    recompute_ratio = (shape.flop - teacher_flop) / (
-        plain.flop - teacher_flop
-    )  # what is computed again moves its activations again
+    # What is computed again moves its activations again.
+    recompute_ratio = (shape.flop - teacher_flop) / student_flop
+    activation_bytes = plain.kept_bytes * recompute_ratio
+    if beside is not None:
+        activation_bytes += beside.moved_bytes
     # The tokens of a sample are on all ranks of a context-parallel group, and each attends to those
     # of the others.
     shares = scenario.context_parallel or 1
     attention = shape.attention * shares * scenario.attention_share
     flop = shape.flop + attention - shape.attention
     if shares > 1:
-        sent.append(
-            ring_of(
-                scenario,
-                degrees=degrees,
-                inputs=inputs,
-                hidden=attention / flop,
-                blocks=blocks / degrees.pp,
-            )
+        ring = ring_of(
+            scenario,
+            degrees=degrees,
+            inputs=inputs,
+            hidden=attention / flop,
+            blocks=blocks / degrees.pp,
         )
+        sent.append(ring)
     if (scenario.expert_parallel or 1) > 1:
-        sent.append(exchange_of(scenario, degrees, inputs, blocks / degrees.pp))
+        exchange = exchange_of(scenario, degrees, inputs, blocks / degrees.pp)
+        sent.append(exchange)
     virtual = virtual_of(scenario, settings)
     device_s = None
     if scenario.accelerator is not None:
         profile = load_profile(scenario.accelerator)
         images = inputs.micro_batch * (scenario.cameras or 1)
-        device_s = (profile.step_ms(inputs.micro_batch, images) - profile.optimiser_ms) / 1e3
+        pass_ms = profile.step_ms(inputs.micro_batch, images) - profile.optimiser_ms
+        device_s = pass_ms / 1e3
+    operators: float = shape.operators
+    if settings.compile != "none" or scenario.family == MIXTURE:
+        # A compiled block has fewer, and grouped products of a mixture do not launch each expert.
+        operators = 0.0
     return StepWork(
         device_s=device_s,
         flop=flop,
         attention_flop=attention,
         convolution_flop=shape.convolution,
-        activation_bytes=plain.kept_bytes * recompute_ratio
-        + (0 if beside is None else beside.moved_bytes),
+        activation_bytes=activation_bytes,
         tensor_bytes=tensor / count,
         tensor_count=messages / count,
         tensor_reach=degrees.tp,
@@ -559,15 +591,17 @@ def work_of(
         bubble=bubble(degrees.pp, count, virtual),
         traffic=tuple(item for item in sent if item.times and item.count),
         step_state_bytes=state,
-        # A compiled block has fewer, and grouped products of a mixture do not launch each expert.
-        operators=0.0
-        if settings.compile != "none" or scenario.family == MIXTURE
-        else shape.operators,
+        operators=operators,
         is_fused=scenario.attention != "unfused",
     )
 
 
-def exchange_of(scenario: Scenario, degrees: Degrees, inputs: Inputs, blocks: float) -> Traffic:
+def exchange_of(
+    scenario: Scenario,
+    degrees: Degrees,
+    inputs: Inputs,
+    blocks: float,
+) -> Traffic:
     """Return what expert-parallel ranks send each other in a micro-batch, which hides behind
     nothing.
 
@@ -642,15 +676,17 @@ def traffic_of(
     count = shape.micro_batches
     together = degrees.pp == 1
     one_block = 1 / (blocks / degrees.pp + 1)  # what is in no block is gathered as one, too
-    for axis in sorted(
-        {item.axis for item in shape.collectives if item.axis.startswith("dp_") and item.ranks > 1}
-    ):
+    shared = [item for item in shape.collectives if item.ranks > 1]
+    axes = {item.axis for item in shared if item.axis.startswith("dp_")}
+    for axis in sorted(axes):
         mine = [item for item in shape.collectives if item.axis == axis]
         # Where the ranks of the axis's group are; all of them share a teacher's weights.
         if axis == "dp_teacher":
             group = partial(Traffic, reach=degrees.pp * degrees.data * degrees.tp)
         else:
-            stride = degrees.tp * (degrees.dp_shard if axis == "dp_replicate" else 1)
+            stride = degrees.tp
+            if axis == "dp_replicate":
+                stride *= degrees.dp_shard
             reach = stride * getattr(degrees, axis)
             group = partial(Traffic, reach=reach, stride=stride)
         ahead, ahead_number = _sent(item for item in shape.forward if item.axis == axis)
@@ -712,6 +748,6 @@ def traffic_of(
 def _sent(collectives: Iterable[Collective]) -> tuple[float, int]:
     """Return bytes that a rank sends in collectives, and their number."""
     listed = list(collectives)
-    return sum(sent_bytes(item.kind, item.ranks, item.bytes) for item in listed), sum(
-        item.count for item in listed
-    )
+    num_bytes = sum(sent_bytes(item.kind, item.ranks, item.bytes) for item in listed)
+    count = sum(item.count for item in listed)
+    return num_bytes, count

@@ -189,10 +189,11 @@ def run_rank(
             assert hidden is not None
             if isinstance(model, (GptSettings, VitSettings)):  # tensor parallel divides its tokens
                 hidden = hidden.narrow(1, 0, hidden.shape[1] // degrees.tp)
-        exact: Precision = "fp32" if precision == "fp16" else precision
-        parts = settings.micro_batches or ROWS
         rank_settings = msgspec.structs.replace(
-            settings, precision=exact, alone=is_whole, micro_batches=parts
+            settings,
+            precision="fp32" if precision == "fp16" else precision,
+            alone=is_whole,
+            micro_batches=settings.micro_batches or ROWS,
         )
         parallel = parallelise(module, rank_settings, mesh=mesh)
         with FakeTensorMode(allow_non_fake_inputs=True):
@@ -205,12 +206,11 @@ def run_rank(
             rank_inputs = (rank_inputs,) if isinstance(model, str) else rank_inputs
             received = None
             if hidden is not None:
-                low = inputs.low or (
-                    degrees.dp_shard > 1 and isinstance(model, (GptSettings, VitSettings))
-                )
+                is_transformer = isinstance(model, (GptSettings, VitSettings))
+                is_low = inputs.low or (degrees.dp_shard > 1 and is_transformer)
                 received = torch.empty(
                     hidden.shape,
-                    dtype=DTYPES[precision] if low else torch.float32,
+                    dtype=DTYPES[precision] if is_low else torch.float32,
                 )
             passes = _Passes(
                 parallel,
@@ -255,7 +255,8 @@ def _example(model: ModelSettings, inputs: Inputs) -> tuple[Tensor, ...]:
     count = inputs.micro_batch
     cameras = inputs.cameras
     if isinstance(model, GptSettings):
-        return torch.zeros(count, model.context + 1, dtype=torch.long), torch.ones(count)
+        tokens = torch.zeros(count, model.context + 1, dtype=torch.long)
+        return tokens, torch.ones(count)
     return (
         torch.zeros((count, cameras, 3, inputs.height, inputs.width), dtype=torch.uint8),
         torch.ones(count, cameras),
@@ -298,11 +299,15 @@ class _Passes:
             tracker.track_inputs(self._inputs)
         else:
             tracker.track_external(part, *tree_leaves(self._inputs))
-        learnt = [parameter for parameter in part.parameters() if parameter.requires_grad]
-        for frozen in (item for item in part.parameters() if not item.requires_grad):
+        learnt = []
+        for parameter in part.parameters():
+            if parameter.requires_grad:
+                learnt.append(parameter)
+                continue
             # The tracker asks for gradients' hooks of every parameter, which these do not have.
             hook: Any = lambda _: SimpleNamespace(remove=int)  # noqa: E731
-            frozen.register_hook = frozen.register_post_accumulate_grad_hook = hook  # type: ignore[method-assign]
+            parameter.register_hook = hook  # type: ignore[method-assign]
+            parameter.register_post_accumulate_grad_hook = hook  # type: ignore[method-assign]
         buckets = [torch.empty_like(parameter) for parameter in learnt] if copied else []
         if buckets:  # of DDP, which exist all the time
             tracker.track_external(*buckets)
@@ -312,15 +317,14 @@ class _Passes:
                 last = number == count - 1
                 if number:
                     tracker.reset_mod_stats()
-                for parameter, bucket in (
-                    zip(learnt, buckets, strict=True) if last and copied else ()
-                ):
+                if last and copied:
+                    for parameter, bucket in zip(learnt, buckets, strict=True):
 
-                    def move(parameter: Tensor, bucket: Tensor = bucket) -> None:
-                        parameter.grad = bucket
+                        def move(parameter: Tensor, bucket: Tensor = bucket) -> None:
+                            parameter.grad = bucket
 
-                    # DDP copies a gradient into its bucket, and frees it, once it is whole.
-                    parameter.register_post_accumulate_grad_hook(move)  # type: ignore[no-untyped-call]
+                        # DDP copies a gradient into its bucket, and frees it, once it is whole.
+                        parameter.register_post_accumulate_grad_hook(move)  # type: ignore[no-untyped-call]
                 forward, backward, end, activation_bytes = self._pass(tracker, last=last)
                 counters = (forward, backward, end)
                 operators = forward.operators + backward.operators
@@ -330,18 +334,20 @@ class _Passes:
             first, second = (summed(list(chain.from_iterable(ways))) for ways in passes)
             beyond = summed([*second, *summed(first, -1)])
             sent[2] = [item for item in beyond if item.count > 0]
-        kinds = sorted({kind for noted in (*forward.noted, *backward.noted) for kind in noted})
+        kinds = sorted({kind for sizes in (*forward.noted, *backward.noted) for kind in sizes})
+        num_parameters = sum(local(parameter).numel() for parameter in learnt)
+        flop = sum(counter.flop for counter in counters)
+        attention = sum(counter.attention for counter in counters)
+        convolution = sum(counter.convolution for counter in counters)
+        hidden_bytes = 0 if self._received is None else self._received.nbytes
+        input_bytes = sum(leaf.nbytes for leaf in tree_leaves(self._inputs))
         return RankRun(
-            parameters=sum(local(parameter).numel() for parameter in learnt),
+            parameters=num_parameters,
             tensors=len(learnt),
-            flop=(
-                sum(item.flop for item in counters) // ROWS,
-                sum(item.attention for item in counters) // ROWS,
-                sum(item.convolution for item in counters) // ROWS,
-            ),
+            flop=(flop // ROWS, attention // ROWS, convolution // ROWS),
             operators=operators,
-            hidden_bytes=0 if self._received is None else self._received.nbytes // ROWS,
-            input_bytes=sum(item.nbytes for item in tree_leaves(self._inputs)) // ROWS,
+            hidden_bytes=hidden_bytes // ROWS,
+            input_bytes=input_bytes // ROWS,
             kinds=kinds,
             forward=_as_array(forward.noted, kinds),
             backward=_as_array(backward.noted, kinds),
@@ -380,17 +386,14 @@ class _Passes:
             torch.autograd.backward(result, None if result.dim() == 0 else torch.empty_like(result))
         with end:
             if last and self._pipeline:
-                PipelineStage.perform_reduce_grad(
-                    cast("PipelineStage", SimpleNamespace(submod=part)), 1
-                )
+                stage = cast("PipelineStage", SimpleNamespace(submod=part))
+                PipelineStage.perform_reduce_grad(stage, 1)
         return forward, backward, end, activation_bytes
 
 
 def _as_array(noted: Sequence[Bytes], kinds: Sequence[str]) -> NDArray[np.float64]:
-    return np.array(
-        [[sizes.get(kind, (0, 0)) for kind in kinds] for sizes in noted],
-        dtype=np.float64,
-    )
+    rows = [[sizes.get(kind, (0, 0)) for kind in kinds] for sizes in noted]
+    return np.array(rows, dtype=np.float64)
 
 
 def is_gather_of_weights(collective: Collective) -> bool:

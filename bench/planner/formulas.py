@@ -19,9 +19,12 @@ def zero_state_bytes(
     """Return bytes of weights, gradients and optimiser state per rank under ZeRO (arXiv
     1910.02054, figure 1).
     """
-    weights = param_bytes / (ranks if stage >= 3 else 1)
-    gradients = grad_bytes / (ranks if stage >= 2 else 1)
-    moments = optimiser_bytes / (ranks if stage >= 1 else 1)
+    weight_shards = ranks if stage >= 3 else 1
+    gradient_shards = ranks if stage >= 2 else 1
+    moment_shards = ranks if stage >= 1 else 1
+    weights = param_bytes / weight_shards
+    gradients = grad_bytes / gradient_shards
+    moments = optimiser_bytes / moment_shards
     return parameters * (weights + gradients + moments)
 
 
@@ -33,8 +36,10 @@ def sent_bytes(kind: str, ranks: int, size: float) -> float:
     """
     if kind == "broadcast":
         return size * (ranks > 1)
-    passes = 2 if kind == "all_reduce" else 1
-    return passes * size * ((ranks - 1) / ranks)
+    share = (ranks - 1) / ranks
+    if kind == "all_reduce":
+        return 2 * size * share
+    return size * share
 
 
 def bubble(pp: int, micro_batches: int, virtual_stages: int = 1) -> float:
@@ -53,15 +58,21 @@ def in_flight(schedule: str, pp: int, stage: int, micro_batches: int) -> int:
     return min(micro_batches, pp - stage)
 
 
-def chunks_in_flight(pp: int, stage: int, micro_batches: int, virtual_stages: int) -> int:
+def chunks_in_flight(
+    pp: int,
+    stage: int,
+    micro_batches: int,
+    virtual_stages: int,
+) -> int:
     """Return the number of virtual stages' micro-batches whose activations a rank of interleaved
     1F1B holds at once.
 
     On the first one they are L (1 + (p - 1) / (p v)) layers' worth (arXiv 2205.05198, section
     4.2.3).
     """
-    ahead = 2 * (pp - stage - 1) + (virtual_stages - 1) * pp + 1
-    return min(virtual_stages * micro_batches, ahead)
+    all_chunks = virtual_stages * micro_batches
+    warm_up = 2 * (pp - stage - 1) + (virtual_stages - 1) * pp
+    return min(all_chunks, warm_up + 1)
 
 
 def schedule_order(schedule: str, pp: int, stage: int, micro_batches: int) -> list[str]:
@@ -82,8 +93,15 @@ def passes_of(order: Sequence[str], way: str) -> tuple[int, int]:
     Weights are gathered by what follows their release: a forward pass releases them, a backward
     pass does not.
     """
-    places = [index for index, work in enumerate(order) if work[0] == way]
-    return len(places), sum(index == 0 or order[index - 1][0] == "F" for index in places)
+    num_passes = 0
+    num_gathers = 0
+    way_before = "F"
+    for work in order:
+        if work[0] == way:
+            num_passes += 1
+            num_gathers += way_before == "F"
+        way_before = work[0]
+    return num_passes, num_gathers
 
 
 def checkpoint_interval_s(save_s: float, failures_per_day: float) -> float:
@@ -101,18 +119,25 @@ def checkpoint_interval_s(save_s: float, failures_per_day: float) -> float:
     if ratio >= 1:
         return max(mean_s, save_s)
     young_s = sqrt(2 * save_s * mean_s)
-    daly_s = young_s * (1 + sqrt(ratio) / 3 + ratio / 9) - save_s
+    correction = 1 + sqrt(ratio) / 3 + ratio / 9
+    daly_s = young_s * correction - save_s
     return max(daly_s, save_s)
 
 
-def kept_by_restarts(interval_s: float, save_s: float, failures_per_day: float) -> float:
+def kept_by_restarts(
+    interval_s: float,
+    save_s: float,
+    failures_per_day: float,
+) -> float:
     """Return the share of the time that is training which no failure undoes, where a failure ends
     the job, and it restarts from the newest checkpoint.
 
     Daly's equation 20 (see `checkpoint_interval_s`), the restart being as long as a save.
     """
     mean_s = _S_PER_DAY / failures_per_day
-    expected_s = mean_s * exp(save_s / mean_s) * expm1((interval_s + save_s) / mean_s)
+    restart = exp(save_s / mean_s)
+    repeats = expm1((interval_s + save_s) / mean_s)
+    expected_s = mean_s * restart * repeats
     return interval_s / expected_s
 
 

@@ -47,7 +47,11 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
     is_bound: bool = False
 
 
-def scaling_curves(scenario: Scenario, cluster: ClusterSettings, chosen: Fit) -> list[Curve]:
+def scaling_curves(
+    scenario: Scenario,
+    cluster: ClusterSettings,
+    chosen: Fit,
+) -> list[Curve]:
     """Return a plan's scaling from its smallest group to 1,024 devices.
 
     A cluster without a link between nodes scales to one node.
@@ -66,11 +70,11 @@ def scaling_curves(scenario: Scenario, cluster: ClusterSettings, chosen: Fit) ->
             if point is None:
                 continue
             first = points[0] if points else point
-            efficiency = (
-                point.samples_per_s / point.num_ranks / (first.samples_per_s / first.num_ranks)
-            )
+            first_rate = first.samples_per_s / first.num_ranks
+            efficiency = point.samples_per_s / point.num_ranks / first_rate
             points.append(msgspec.structs.replace(point, efficiency=efficiency))
-        curves.append(Curve(scaling=scaling, points=points, is_bound=is_lower))
+        curve = Curve(scaling=scaling, points=points, is_bound=is_lower)
+        curves.append(curve)
     return curves
 
 
@@ -108,9 +112,11 @@ def plan_ranks(
         sized = msgspec.structs.replace(scenario, global_batch=batch)
         settings = msgspec.structs.replace(chosen.settings, micro_batches=None)
         if degrees.composed:
-            shards = min(degrees.dp_shard, ranks) if degrees.dp_replicate > 1 else ranks
-            mesh = str(degrees._replace(dp_replicate=ranks // shards, dp_shard=shards))
-            settings = msgspec.structs.replace(settings, mesh=mesh)
+            shards = ranks
+            if degrees.dp_replicate > 1:
+                shards = min(degrees.dp_shard, ranks)
+            mesh = degrees._replace(dp_replicate=ranks // shards, dp_shard=shards)
+            settings = msgspec.structs.replace(settings, mesh=str(mesh))
         step_s = fit(sized, grown, settings).time.total
     except ConfigError:  # it does not fit into memory, or does not divide the batch
         return None
@@ -126,13 +132,11 @@ def plan_ranks(
 
 def data_seconds(scenario: Scenario, cluster: ClusterSettings) -> dict[str, float]:
     """Return seconds that decoding and storage need for a step."""
-    images = (
-        scenario.global_batch * (scenario.cameras or 0) / cluster.nodes
-        if scenario.reads_images
-        else 0
-    )
-    read = scenario.global_batch * (scenario.stored_bytes or 0)
+    images = 0.0
+    if scenario.reads_images:
+        images = scenario.global_batch * (scenario.cameras or 0) / cluster.nodes
+    bytes_read = scenario.global_batch * (scenario.stored_bytes or 0)
     return {
         "decoding": images / cluster.images_per_node_s,
-        "storage": read / cluster.storage_gb_per_s.value / 1e9,
+        "storage": bytes_read / cluster.storage_gb_per_s.value / 1e9,
     }

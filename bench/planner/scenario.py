@@ -205,7 +205,9 @@ class Scenario(Facts, frozen=True, kw_only=True):
         """Size of the model, with the scenario's number of tokens; an own model's name."""
         if isinstance(self.model, TransformerShape):
             return self.model.settings(self.sequence or _TOKENS)
-        return self.model if self.is_own else self.sized(self.model)
+        if self.is_own:
+            return self.model
+        return self.sized(self.model)
 
     @property
     def is_own(self) -> bool:
@@ -223,7 +225,9 @@ class Scenario(Facts, frozen=True, kw_only=True):
         size = self.settings
         if isinstance(size, GptSettings):
             return MIXTURE if size.experts > 1 else DECODER
-        return CONVOLUTION if isinstance(size, ResNetSettings) else self.named
+        if isinstance(size, ResNetSettings):
+            return CONVOLUTION
+        return self.named
 
     @property
     def named(self) -> str:
@@ -281,17 +285,21 @@ class Scenario(Facts, frozen=True, kw_only=True):
         """
         if self.teacher is None:
             return 0
-        shape = predictions(self.sized(self.teacher), self.cameras or 1)[0]
+        shape, _ = predictions(self.sized(self.teacher), self.cameras or 1)
         stored = logits_store(self.teacher_from)
         if stored is None:
             return 2 * math.prod(shape)
-        entry = logits_entry("logits", stored, shape[0], shape[1])
-        return shape[0] * code_of(msgspec.convert(entry, Channel)).row_bytes
+        num_positions, num_classes = shape
+        entry = logits_entry("logits", stored, num_positions, num_classes)
+        channel = msgspec.convert(entry, Channel)
+        return num_positions * code_of(channel).row_bytes
 
     @property
     def layer_tokens(self) -> int:
         """Tokens of a sample whose logits a layer would hold; 1 for a teacher of anything else."""
-        size = None if self.teacher is None else self.sized(self.teacher)
+        if self.teacher is None:
+            return 1
+        size = self.sized(self.teacher)
         return size.context if isinstance(size, GptSettings) else 1
 
     @property
@@ -304,9 +312,9 @@ class Scenario(Facts, frozen=True, kw_only=True):
     @property
     def reads_images(self) -> bool:
         """Whether a sample is images, rather than tokens."""
-        return (
-            self.cameras is not None if self.is_own else not isinstance(self.settings, GptSettings)
-        )
+        if self.is_own:
+            return self.cameras is not None
+        return not isinstance(self.settings, GptSettings)
 
 
 class PlanOptions(Facts, frozen=True, kw_only=True):
@@ -391,43 +399,39 @@ def with_options(scenario: Scenario | None, options: PlanOptions) -> Scenario:
     """
     facts = _stated(options, Scenario.__struct_fields__)
     # The precision is the scenario's: automatic strategies and teachers have it too.
-    how = _stated(
-        options,
-        set(ParallelSettings.__struct_fields__) - set(Scenario.__struct_fields__),
-    )
+    names = set(ParallelSettings.__struct_fields__) - set(Scenario.__struct_fields__)
+    settings = _stated(options, names)
     if scenario is None:
         missing = [name for name in ("model", "cluster", "global_batch") if name not in facts]
         if missing:
+            flags = " ".join(f"--{name.replace('_', '-')}" for name in missing)
             raise ConfigError(
-                (
-                    f"a plan needs {', '.join(missing)}: name a scenario (`fuelrail presets` "
-                    "lists them), or give "
-                )
-                + " ".join(f"--{name.replace('_', '-')}" for name in missing)
+                f"a plan needs {', '.join(missing)}: name a scenario (`fuelrail presets` "
+                f"lists them), or give {flags}"
             )
         scenario = Scenario(name=f"{facts['model']} on {facts['cluster']}", **facts)
     else:
         scenario = msgspec.structs.replace(scenario, **facts)
-    if how.get("strategy") == "auto":
-        if len(how) > 1:
+    if settings.get("strategy") == "auto":
+        rest = [name for name in settings if name != "strategy"]
+        if rest:
             raise ConfigError(
-                "strategy auto looks for the rest itself, and "
-                f"{', '.join(name for name in how if name != 'strategy')} is given too; "
+                f"strategy auto looks for the rest itself, and {', '.join(rest)} is given too; "
                 "leave it out, or name a strategy"
             )
         return msgspec.structs.replace(scenario, parallel="auto")
-    if not how:
+    if not settings:
         return scenario
-    if scenario.parallel == "auto":
-        if not {"strategy", "mesh"} & how.keys():
-            raise ConfigError(
-                f"{', '.join(how)} is given without a strategy; add --strategy or --mesh, "
-                "or leave it out: strategy auto tries it"
-            )
-        return msgspec.structs.replace(scenario, parallel=ParallelSettings(**how))
-    return msgspec.structs.replace(
-        scenario, parallel=msgspec.structs.replace(scenario.parallel, **how)
-    )
+    if scenario.parallel != "auto":
+        parallel = msgspec.structs.replace(scenario.parallel, **settings)
+    elif {"strategy", "mesh"} & settings.keys():
+        parallel = ParallelSettings(**settings)
+    else:
+        raise ConfigError(
+            f"{', '.join(settings)} is given without a strategy; add --strategy or --mesh, "
+            "or leave it out: strategy auto tries it"
+        )
+    return msgspec.structs.replace(scenario, parallel=parallel)
 
 
 def _stated(options: PlanOptions, names: Iterable[str]) -> dict[str, Any]:
@@ -447,16 +451,18 @@ def check(scenario: Scenario) -> None:
             "own"
         )
     if not isinstance(scenario.settings, GptSettings):
-        wrong = {
+        is_given = {
             "weights": scenario.low,
             "context_parallel": (scenario.context_parallel or 1) > 1,
             "expert_parallel": (scenario.expert_parallel or 1) > 1,
+            "teacher": scenario.is_own and scenario.teacher is not None,
         }
-        wrong["teacher"] = scenario.is_own and scenario.teacher is not None
-        for name in [name for name, value in wrong.items() if value]:
-            raise ConfigError(
-                f"{name} is planned of decoders, and model '{scenario.named}' is none; leave it out"
-            )
+        for name in is_given:
+            if is_given[name]:
+                raise ConfigError(
+                    f"{name} is planned of decoders, and model '{scenario.named}' is none; leave "
+                    "it out"
+                )
     if scenario.gradients is not None and not scenario.low:
         raise ConfigError(
             f"gradients '{scenario.gradients}' is given without weights: bf16; Fuelrail's "
@@ -487,23 +493,22 @@ def check(scenario: Scenario) -> None:
             raise ConfigError(
                 f"scenario '{scenario.name}': a teacher needs a model by name; leave it out"
             )
-        student_predictions, its = (
-            predictions(size, scenario.cameras or 1)
-            for size in map(scenario.sized, (scenario.model, scenario.teacher))
-        )
-        if student_predictions != its:
+        num_cameras = scenario.cameras or 1
+        teacher = scenario.sized(scenario.teacher)
+        teacher_shape, teacher_meaning = predictions(teacher, num_cameras)
+        shape, meaning = predictions(scenario.sized(scenario.model), num_cameras)
+        if (shape, meaning) != (teacher_shape, teacher_meaning):
             raise ConfigError(
                 f"scenario '{scenario.name}': teacher '{scenario.teacher}' predicts "
-                f"{list(its[0])} ({its[1]}), model '{scenario.model}' "
-                f"{list(student_predictions[0])} ({student_predictions[1]}); use a teacher "
-                "of the same predictions"
+                f"{list(teacher_shape)} ({teacher_meaning}), model '{scenario.model}' "
+                f"{list(shape)} ({meaning}); use a teacher of the same predictions"
             )
-        if logits_store(scenario.teacher_from) is not None and not isinstance(
-            scenario.sized(scenario.teacher), GptSettings
-        ):
+        has_tokens = isinstance(teacher, GptSettings)
+        if logits_store(scenario.teacher_from) is not None and not has_tokens:
             raise ConfigError(
                 f"scenario '{scenario.name}': teacher_from '{scenario.teacher_from}' is of "
-                f"a teacher of tokens, and '{scenario.teacher}' says {its[1]}; use 'layer'"
+                f"a teacher of tokens, and '{scenario.teacher}' says {teacher_meaning}; use "
+                "'layer'"
             )
     elif scenario.teacher_from != "model":
         raise ConfigError(
@@ -516,11 +521,9 @@ def check(scenario: Scenario) -> None:
             "max_global_batch, the largest that trains as well, "
             f"{scenario.max_global_batch}; use a smaller global_batch, or a larger limit"
         )
-    reads, foreign = (
-        ("images", ("sequence",))
-        if scenario.reads_images
-        else ("tokens", ("cameras", "height", "width"))
-    )
+    sizes = ("cameras", "height", "width")
+    reads = "images" if scenario.reads_images else "tokens"
+    foreign = ("sequence",) if scenario.reads_images else sizes
     stated = [name for name in foreign if getattr(scenario, name) is not None]
     if stated:
         raise ConfigError(
@@ -529,13 +532,14 @@ def check(scenario: Scenario) -> None:
         )
     if not scenario.reads_images:
         return
-    missing = [name for name in ("cameras", "height", "width") if getattr(scenario, name) is None]
+    missing = [name for name in sizes if getattr(scenario, name) is None]
     if missing:
+        verb = "is" if len(missing) == 1 else "are"
+        pronoun = "it" if len(missing) == 1 else "them"
         raise ConfigError(
             f"scenario '{scenario.name}': model '{scenario.model}' reads images, and "
-            f"{', '.join(missing)} of a sample {'is' if len(missing) == 1 else 'are'} not "
-            f"given; add {'it' if len(missing) == 1 else 'them'}, such as cameras: 6, "
-            "height: 256, width: 704"
+            f"{', '.join(missing)} of a sample {verb} not given; add {pronoun}, such as "
+            "cameras: 6, height: 256, width: 704"
         )
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 
 import msgspec
 import numpy as np
@@ -99,7 +100,9 @@ def blocks_of(model: ModelSettings | str) -> int:
     """Return the number of blocks, or of the parts of an own model that its attribute ``wrap``
     or ``blocks`` names.
     """
-    return num_parameters(model).blocks if isinstance(model, str) else num_blocks(model)
+    if isinstance(model, str):
+        return num_parameters(model).blocks
+    return num_blocks(model)
 
 
 def shape_of(
@@ -116,20 +119,15 @@ def shape_of(
     Raises ConfigError for degrees that do not divide, and as :func:`run_rank`.
     """
     _check(settings, degrees, model, inputs)
-    ranks = _Ranks(
-        [
-            _run(
-                model,
-                settings=settings,
-                degrees=degrees,
-                inputs=inputs,
-                rank=rank,
-                precision=precision,
-            )
-        ],
-        [1.0],
-        degrees,
+    run = _run(
+        model,
+        settings=settings,
+        degrees=degrees,
+        inputs=inputs,
+        rank=rank,
+        precision=precision,
     )
+    ranks = _Ranks([run], weights=[1.0], small=degrees)
     return ranks.shape(
         settings,
         degrees,
@@ -265,14 +263,19 @@ def _spared(
     divided = 0.0
     if degrees.dp_shard == 1:
         inner = model.active_experts * (model.ffn or 4 * model.width)
-        divided += 2 * inner if model.gated else 0
+        if model.gated:
+            divided += 2 * inner
         if inputs.stores_8_bits:
-            divided += 2 * model.width + model.heads * model.channels_of_head + inner
-    return round(model.context * blocks * (undivided + divided / degrees.tp))
+            attended = model.heads * model.channels_of_head
+            divided += 2 * model.width + attended + inner
+    bytes_per_token = undivided + divided / degrees.tp
+    return round(model.context * blocks * bytes_per_token)
 
 
 def _second_products(
-    model: ModelSettings | str, degrees: Degrees, blocks: float
+    model: ModelSettings | str,
+    degrees: Degrees,
+    blocks: float,
 ) -> tuple[int, int]:
     """Return bytes of a sample that selective recomputation does not keep beside ours, and the FLOP
     that it takes.
@@ -308,8 +311,8 @@ def _check(
     if degrees.tp > 1 and isinstance(model, GptSettings) and model.experts > 1:
         raise ConfigError(
             f"tp={degrees.tp} with a mixture of experts is not planned: which ranks of tp share an "
-            "expert differs between trainers (Megatron folds them into the groups of experts, arXiv "
-            "2504.14960); use tp=1 with expert_parallel, as DeepSeek-V3 was trained (arXiv "
+            "expert differs between trainers (Megatron folds them into the groups of experts, "
+            "arXiv 2504.14960); use tp=1 with expert_parallel, as DeepSeek-V3 was trained (arXiv "
             "2412.19437), or with dp_shard"
         )
     image = (0, 0) if isinstance(model, GptSettings) else (inputs.height, inputs.width)
@@ -422,10 +425,10 @@ class _Ranks:
             moments //= degrees.data
         if settings.shards_optimiser or copied or degrees.dp_shard > 1:
             moments = round(moments * wider)
-        kept_bytes = (
-            self._extrapolate(lambda run: run.forward_bytes[0] + rows * run.forward_bytes[1])
-            - rows * self._spared
+        forward_bytes = self._extrapolate(
+            lambda run: run.forward_bytes[0] + rows * run.forward_bytes[1]
         )
+        kept_bytes = forward_bytes - rows * self._spared
         flying: float = in_flight(schedule, degrees.pp, stage, count)
         if schedule == "Interleaved1F1B" and degrees.pp > 1:
             flying = chunks_in_flight(degrees.pp, stage, count, virtual) / virtual
@@ -435,25 +438,26 @@ class _Ranks:
             "moments": moments,
             "activations in flight": beyond,
         }
-        for kind in (*_DIVIDED, "moments") if is_offloaded else ():  # in the host's memory
-            memory.pop(kind, None)
+        if is_offloaded:  # in the host's memory
+            for kind in (*_DIVIDED, "moments"):
+                memory.pop(kind, None)
         for kind in memory.keys() & set(_WEIGHTS):
-            memory[kind] = round(memory[kind] * untied * (wider if kind in _DIVIDED else 1))
+            share = wider if kind in _DIVIDED else 1
+            memory[kind] = round(memory[kind] * untied * share)
         if self._spared:
-            memory["Activation"] = max(0, memory.get("Activation", 0) - rows * self._spared)
+            activation_bytes = memory.get("Activation", 0) - rows * self._spared
+            memory["Activation"] = max(0, activation_bytes)
         if copied:
-            memory.pop(
-                "Unsharded Param", None
-            )  # torch's shards of one rank are copied to be gathered
+            # Torch's shards of one rank are copied to be gathered.
+            memory.pop("Unsharded Param", None)
             # One buffer of all gradients, into which each pass adds.
             memory["gradients"] = inputs.gradient_bytes * divided
-        if (
-            degrees.pp > 1
-        ):  # a stage has the whole batch's inputs, also where it reads the targets alone
-            memory["inputs of other micro-batches"] = (
-                rows * (count - 1) * self._extrapolate(lambda run: run.input_bytes)
-            )
-        order = schedule_order(schedule, degrees.pp, stage, count) if degrees.pp > 1 else None
+        order = None
+        if degrees.pp > 1:
+            order = schedule_order(schedule, degrees.pp, stage, count)
+            # A stage has the whole batch's inputs, also where it reads the targets alone.
+            input_bytes = self._extrapolate(lambda run: run.input_bytes)
+            memory["inputs of other micro-batches"] = rows * (count - 1) * input_bytes
         sent = [self._sent(way, order, degrees, inputs) for way in range(3)]
         if degrees.data > 1 and not degrees.composed:
             sent[2] = [_replicated("all_reduce", degrees, 1, FP32 * parameters)]
@@ -461,9 +465,10 @@ class _Ranks:
                 tensors = self._extrapolate(lambda run: run.tensors)
                 sent[2].append(_replicated("broadcast", degrees, tensors, FP32 * parameters))
         elif degrees.dp_shard > 1 and degrees.dp_replicate > self._small.dp_replicate == 1:
-            times = sum(
-                item.count for way in sent for item in way if (item.kind, item.axis) == _REDUCED
-            )
+            times = 0
+            for item in chain.from_iterable(sent):
+                if (item.kind, item.axis) == _REDUCED:
+                    times += item.count
             weight_bytes = FP32 * parameters * self._small.dp_shard // degrees.dp_shard
             sent[2].append(_replicated("all_reduce", degrees, times, weight_bytes))
         if inputs.low and inputs.gradient_bytes != FP32:
@@ -486,7 +491,7 @@ class _Ranks:
             operators=self._extrapolate(lambda run: run.operators),
             hidden_bytes=rows * self._extrapolate(lambda run: run.hidden_bytes),
             micro_batches=count,
-            collectives=summed([item for way in sent for item in way]),
+            collectives=summed(list(chain.from_iterable(sent))),
             forward=sent[0],
         )
 
@@ -495,10 +500,15 @@ class _Ranks:
         return self._line([value(run) for run in self._runs])
 
     def _line(self, values: Sequence[float]) -> int:
-        return round(sum(w * value for w, value in zip(self._weights, values, strict=True)))
+        terms = [weight * value for weight, value in zip(self._weights, values, strict=True)]
+        return round(sum(terms))
 
     def _peak(
-        self, rows: int, degrees: Degrees, *, has_own_gradients: bool = True
+        self,
+        rows: int,
+        degrees: Degrees,
+        *,
+        has_own_gradients: bool = True,
     ) -> dict[str, int]:
         """Return bytes by kind at the peak of a pass, without ``has_own_gradients`` but for
         gradients.
@@ -510,11 +520,12 @@ class _Ranks:
         for phase in range(3):
             peaks: list[dict[str, float]] = []
             for run, half in zip(self._runs, self._halves, strict=True):
-                part = (
+                parts = (
                     run.forward,
                     run.backward[:half],
                     run.backward[-half - 1 :],
-                )[phase]
+                )
+                part = parts[phase]
                 if not has_own_gradients:
                     part = part.copy()
                     for number, kind in enumerate(run.kinds):
@@ -523,27 +534,17 @@ class _Ranks:
                         elif kind in ("Temp", "Inputs and buckets"):
                             part[:, number, 0] = 0
                 sizes = part @ np.array([1, rows])
-                peaks.append(
-                    dict(
-                        zip(
-                            run.kinds,
-                            sizes[sizes.sum(axis=1).argmax()],
-                            strict=True,
-                        )
-                    )
-                )
+                largest = sizes.sum(axis=1).argmax()
+                peaks.append(dict(zip(run.kinds, sizes[largest], strict=True)))
             kinds = sorted({kind for peak in peaks for kind in peak})
-            phases.append(
-                {kind: self._line([peak.get(kind, 0) for peak in peaks]) for kind in kinds}
-            )
-            for kind in _DIVIDED:
-                if kind in kinds:
-                    phases[-1][kind] = phases[-1][kind] * self._small.dp_shard // degrees.dp_shard
-        return {
-            kind: size
-            for kind, size in max(phases, key=lambda phase: sum(phase.values())).items()
-            if size
-        }
+            memory = {}
+            for kind in kinds:
+                memory[kind] = self._line([peak.get(kind, 0) for peak in peaks])
+                if kind in _DIVIDED:
+                    memory[kind] = memory[kind] * self._small.dp_shard // degrees.dp_shard
+            phases.append(memory)
+        memory = max(phases, key=lambda phase: sum(phase.values()))
+        return {kind: size for kind, size in memory.items() if size}
 
     def _sent(
         self,
@@ -567,31 +568,33 @@ class _Ranks:
                 times = gathering
             elif of_data and order is not None:  # else a pass reduces only where each one does
                 times = 1
-            like = (item.kind, item.axis)
-            alike = [
-                next(
-                    (sent for sent in run.sent[way] if (sent.kind, sent.axis) == like),
-                    msgspec.structs.replace(item, count=0, bytes=0),
-                )
-                for run in self._runs
-            ]
-            sizes = [reductions.bytes for reductions in alike]
-            if not of_data:
-                sizes = [size % ROWS + size // ROWS * inputs.micro_batch for size in sizes]
-            ranks = {
-                "dp_shard": degrees.dp_shard,
-                "dp_replicate": degrees.dp_replicate,
-            }.get(item.axis, item.ranks)
-            count = times * self._line([reductions.count for reductions in alike])
-            collectives.append(
-                Collective(
-                    kind=item.kind,
-                    axis=item.axis,
-                    ranks=ranks,
-                    count=count,
-                    bytes=times * self._line(sizes),
-                )
+            counts = []
+            sizes = []
+            for run in self._runs:
+                count = 0
+                size = 0
+                for sent in run.sent[way]:
+                    if (sent.kind, sent.axis) == (item.kind, item.axis):
+                        count = sent.count
+                        size = sent.bytes
+                        break
+                if not of_data:
+                    size = size % ROWS + size // ROWS * inputs.micro_batch
+                counts.append(count)
+                sizes.append(size)
+            ranks = item.ranks
+            if item.axis == "dp_shard":
+                ranks = degrees.dp_shard
+            elif item.axis == "dp_replicate":
+                ranks = degrees.dp_replicate
+            collective = Collective(
+                kind=item.kind,
+                axis=item.axis,
+                ranks=ranks,
+                count=times * self._line(counts),
+                bytes=times * self._line(sizes),
             )
+            collectives.append(collective)
         return collectives
 
 

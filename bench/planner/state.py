@@ -51,21 +51,32 @@ def num_parameters(model: ModelSettings | str) -> Counted:
     with torch.device("meta"):
         module: Any = make_own(model) if isinstance(model, str) else build_model(model)
     units = units_of(module, ())
-    total, *blocks = (
-        sum(parameter.numel() for parameter in part.parameters()) for part in (module, *units)
+    blocks = [sum(parameter.numel() for parameter in unit.parameters()) for unit in units]
+    total = 0
+    trained = 0
+    for parameter in module.parameters():
+        total += parameter.numel()
+        if parameter.requires_grad:
+            trained += parameter.numel()
+    return Counted(
+        total=total,
+        trained=trained,
+        block=max(blocks, default=0),
+        blocks=len(units),
     )
-    trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
-    return Counted(total, trained, max(blocks, default=0), len(units))
 
 
 def expert_parameters(model: GptSettings) -> int:
-    """Return the number of parameters of all experts of a block; 0 for a block of one perceptron."""
+    """Return the number of parameters of all experts of a block; 0 for a block of one
+    perceptron.
+    """
     if model.experts == 1:
         return 0
     inner = model.ffn or 4 * model.width
-    matrices = 3 if model.gated else 2
-    parameters_of_expert = matrices * model.width * inner + (matrices - 1) * inner + model.width
-    return model.experts * parameters_of_expert
+    num_matrices = 3 if model.gated else 2
+    matrices = num_matrices * model.width * inner
+    biases = (num_matrices - 1) * inner + model.width
+    return model.experts * (matrices + biases)
 
 
 def make_own(name: str) -> Any:
@@ -96,7 +107,8 @@ def zero_stage(settings: ParallelSettings, degrees: Degrees) -> tuple[int, int]:
         return 1, degrees.data
     if degrees.dp_shard == 1:
         return 0, 1
-    return 2 if settings.strategy == "zero2" else 3, degrees.dp_shard
+    stage = 2 if settings.strategy == "zero2" else 3
+    return stage, degrees.dp_shard
 
 
 class State(NamedTuple):
@@ -133,15 +145,25 @@ def state_of(
     if low:  # 16-bit weights, of which the optimiser has a copy in fp32
         weights = FP32 / 2 * (1 + (stage == 2) / ranks)
         moments = moments + FP32
-        stage, ranks = (1, degrees.data) if stage == 0 else (stage, ranks)
+        if stage == 0:
+            stage = 1
+            ranks = degrees.data
     counted = num_parameters(model)
-    experts = expert_parameters(model) * model.depth if isinstance(model, GptSettings) else 0
+    experts = 0
+    if isinstance(model, GptSettings):
+        experts = expert_parameters(model) * model.depth
     dense = counted.trained - tied_parameters - experts
+    experts_of_rank = experts / expert_parallel
+    ranks_of_expert = max(1, ranks // expert_parallel)
     grad = gradient_bytes if low else FP32
-    frozen = (counted.total - counted.trained) * weights / (ranks if stage == 3 else 1)
+    frozen_shards = ranks if stage == 3 else 1
+    frozen = (counted.total - counted.trained) * weights / frozen_shards
     parts = []
-    for sizes in ((weights, 0, 0), (0, grad, 0), (0, 0, moments)):
-        param_bytes, grad_bytes, optimiser_bytes = sizes
+    for param_bytes, grad_bytes, optimiser_bytes in (
+        (weights, 0, 0),
+        (0, grad, 0),
+        (0, 0, moments),
+    ):
         bytes_of = partial(
             zero_state_bytes,
             stage=stage,
@@ -149,8 +171,9 @@ def state_of(
             grad_bytes=grad_bytes,
             optimiser_bytes=optimiser_bytes,
         )
-        of_experts = bytes_of(experts / expert_parallel, ranks=max(1, ranks // expert_parallel))
-        parts.append(bytes_of(dense, ranks=ranks) + of_experts)
+        dense_bytes = bytes_of(dense, ranks=ranks)
+        expert_bytes = bytes_of(experts_of_rank, ranks=ranks_of_expert)
+        parts.append(dense_bytes + expert_bytes)
     parts[0] += frozen
     return State(*(part / degrees.pp / degrees.tp for part in parts))
 
@@ -204,24 +227,18 @@ def check_memory(
         return
 
     def fits(size: ModelSettings | str, dp_shard: int = degrees.dp_shard) -> bool:
-        return (
-            least_bytes(size, settings, degrees._replace(dp_shard=dp_shard), precision) <= available
-        )
+        divided = degrees._replace(dp_shard=dp_shard)
+        return least_bytes(size, settings, divided, precision) <= available
 
     more = (2**power for power in range(1, 13) if alone and 2**power > degrees.dp_shard)
-    would = [f"dp_shard={degree}" for degree in more if fits(model, degree)][:1]
-    would += [
-        f"model {model_name}"
-        for model_name, size in MODELS.items()
-        if type(size) is type(model) and fits(size)
-    ][-1:]
+    changes = [f"dp_shard={degree}" for degree in more if fits(model, degree)][:1]
+    sizes = {word: size for word, size in MODELS.items() if type(size) is type(model)}
+    changes += [f"model {word}" for word, size in sizes.items() if fits(size)][-1:]
+    remedy = "no degree of sharding makes it fit here"
+    if changes:
+        remedy = f"it would fit with {' or '.join(changes)}"
     raise ConfigError(
         f"model '{name}' needs at least {needed_bytes / GIB:.1f} GiB on each rank for weights, "
         f"gradients and {settings.optimiser}, and {available / GIB:.1f} GiB are available "
-        f"({degrees}); "
-        + (
-            f"it would fit with {' or '.join(would)}"
-            if would
-            else "no degree of sharding makes it fit here"
-        )
+        f"({degrees}); {remedy}"
     )

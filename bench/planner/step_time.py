@@ -112,39 +112,38 @@ EFFICIENCIES: dict[str, Efficiency] = {
 # Spreads by row and family of models, where two sources or more published steps: they are of a
 # source that was left out. A plan of anything else has no range: it is a bound.
 SPREADS: dict[tuple[str, str], float] = {
-    **{
-        (row, DECODER): EFFICIENCIES[row].spread
-        for row in ("A100", "H100", EIGHT_BITS, TORCH_8_BITS, NVIDIA_8_BITS)
-    },
-    (
-        "A100",
-        CONVOLUTION,
-    ): 0.25,  # of two sources, each fitted without the other
+    (row, DECODER): EFFICIENCIES[row].spread
+    for row in ("A100", "H100", EIGHT_BITS, TORCH_8_BITS, NVIDIA_8_BITS)
 }
+SPREADS["A100", CONVOLUTION] = 0.25  # of two sources, each fitted without the other
 # What the best tuned software reaches, at the least: ResNet-50 of a benchmark trains twice as fast
 # as those above.
 _BEST = Efficiency(products=0.8, attention=0.8, convolution=0.5, passes=3.0, unfused=0.3)
 
 
-def row_of(device: str, kind: ComputeType, software: Software | None = None) -> str | None:
+def row_of(
+    device: str,
+    kind: ComputeType,
+    software: Software | None = None,
+) -> str | None:
     """Return the row of `EFFICIENCIES` for a device by its name; None: nothing was published of it.
 
     In 8 bits without a software it is that of all software.
     """
     if kind == "fp32":
         return WITHOUT_TENSOR_CORES
+    if "A100" in device:
+        return "A100"
     # The arithmetic of an H200 is that of an H100.
-    name = next(
-        (part for part in ("A100", "H100") if part in device.replace("H200", "H100")),
-        None,
-    )
-    if name == "H100" and kind == "fp8":
-        rows: dict[Software | None, str] = {
-            "torch": TORCH_8_BITS,
-            "nvidia": NVIDIA_8_BITS,
-        }
-        return rows.get(software, EIGHT_BITS)
-    return name
+    if "H100" not in device and "H200" not in device:
+        return None
+    if kind != "fp8":
+        return "H100"
+    if software == "torch":
+        return TORCH_8_BITS
+    if software == "nvidia":
+        return NVIDIA_8_BITS
+    return EIGHT_BITS
 
 
 def efficiency_of(
@@ -162,7 +161,8 @@ def efficiency_of(
     if row is None:
         return Efficiency()
     used = EFFICIENCIES[row]
-    return msgspec.structs.replace(used, spread=SPREADS.get((row, family), used.spread))
+    spread = SPREADS.get((row, family), used.spread)
+    return msgspec.structs.replace(used, spread=spread)
 
 
 def has_range(
@@ -175,7 +175,10 @@ def has_range(
 
     They are of 16 and of 8 bits: of TF32, which has tensor cores too, none was published.
     """
-    return kind != "tf32" and (row_of(device, kind, software), family) in SPREADS
+    if kind == "tf32":
+        return False
+    row = row_of(device, kind, software)
+    return (row, family) in SPREADS
 
 
 _DEVIATIONS = 1.28  # of a normal distribution: 4 of 5 are nearer to its mean, 9 of 10 are not below
@@ -196,11 +199,11 @@ def best_of(used: Efficiency) -> Efficiency:
     are better.
     """
     factor = spread_factor(used.spread)
-    names = ("products", "attention", "convolution", "unfused")
-    shares = {
-        name: min(1.0, max(factor * getattr(used, name), getattr(_BEST, name))) for name in names
-    }
-    return msgspec.structs.replace(used, passes=min(used.passes / factor, _BEST.passes), **shares)
+    numbers = {"passes": min(used.passes / factor, _BEST.passes)}
+    for name in ("products", "attention", "convolution", "unfused"):
+        share = max(factor * getattr(used, name), getattr(_BEST, name))
+        numbers[name] = min(1.0, share)
+    return msgspec.structs.replace(used, **numbers)
 
 
 class Traffic(msgspec.Struct, frozen=True, kw_only=True):
@@ -294,11 +297,9 @@ def step_time(
     pass_s = products / efficiency.products + work.convolution_flop / efficiency.convolution
     pass_s /= cluster.peak_flops(kind)
     if work.attention_flop:
-        pass_s += (
-            work.attention_flop
-            / (efficiency.attention if work.is_fused else efficiency.unfused)
-            / cluster.peak_flops("bf16" if kind == "fp8" else kind)
-        )
+        share = efficiency.attention if work.is_fused else efficiency.unfused
+        peak_flops = cluster.peak_flops("bf16" if kind == "fp8" else kind)
+        pass_s += work.attention_flop / share / peak_flops
     compute = count * (pass_s if work.device_s is None else work.device_s)
     memory = launch = 0.0
     if work.device_s is None:
@@ -317,8 +318,10 @@ def step_time(
     for flow in work.traffic:
         flow_s = seconds(flow.bytes, flow.count, flow.reach, flow.stride)
         behind = flow.hidden * (compute + memory + launch) / count
+        last_s = flow_s * flow.last
+        exposed_s = flow_s - behind * (1 - flow.last)
         data += flow.times * flow_s
-        exposed += flow.times * max(flow_s * flow.last, flow_s - behind * (1 - flow.last))
+        exposed += flow.times * max(last_s, exposed_s)
     return StepTime(
         compute=compute,
         memory=memory,
@@ -360,7 +363,8 @@ class Fitted(NamedTuple):
         """Return the standard deviation of a step's logarithm that changes so with those of the
         numbers.
         """
-        return math.hypot(self.efficiency.spread, math.sqrt(slopes @ self.covariance @ slopes))
+        variance = slopes @ self.covariance @ slopes
+        return math.hypot(self.efficiency.spread, math.sqrt(variance))
 
 
 Case = tuple[StepWork, "ClusterSettings", "ComputeType", float]
@@ -376,16 +380,18 @@ def slopes(
     """Return the change of a step's logarithm with that of each of the numbers."""
     changes = []
     for name in names:
-        lower, higher = (_moved(efficiency, {name: sign * 0.01}) for sign in (-1, 1))
-        ratio = (
-            step_time(work, cluster, kind, higher).total
-            / step_time(work, cluster, kind, lower).total
-        )
+        lower = step_time(work, cluster, kind, _moved(efficiency, {name: -0.01}))
+        higher = step_time(work, cluster, kind, _moved(efficiency, {name: 0.01}))
+        ratio = higher.total / lower.total
         changes.append(math.log(ratio) / 0.02)
     return np.array(changes)
 
 
-def fit(cases: Sequence[Case], start: Efficiency, names: Sequence[str] = NUMBERS) -> Fitted:
+def fit(
+    cases: Sequence[Case],
+    start: Efficiency,
+    names: Sequence[str] = NUMBERS,
+) -> Fitted:
     """Fit these numbers to measured steps, in seconds: as near to them and as near to ``start`` as
     their spreads say.
 
@@ -397,34 +403,35 @@ def fit(cases: Sequence[Case], start: Efficiency, names: Sequence[str] = NUMBERS
     prior = np.array([_PRIOR[name] for name in names])
     weights = np.diag(prior**-2)
     for _ in range(30):
-        errors = np.array(
-            [math.log(step_time(*case[:3], efficiency).total / case[3]) for case in cases]
-        )
+        logs = []
+        for work, cluster, kind, measured_s in cases:
+            predicted = step_time(work, cluster, kind, efficiency)
+            logs.append(math.log(predicted.total / measured_s))
+        errors = np.array(logs)
         table = np.array([slopes(*case[:3], efficiency, names) for case in cases])
         normal = table.T @ table / _NOISE**2 + weights
-        step = np.linalg.solve(normal, table.T @ errors / _NOISE**2 + weights @ moved)
+        gradient = table.T @ errors / _NOISE**2 + weights @ moved
+        step = np.linalg.solve(normal, gradient)
         moved = moved - np.clip(step, -0.5, 0.5)
         efficiency = _moved(start, dict(zip(names, moved, strict=True)))
     covariance = np.linalg.inv(normal)
     is_known = np.sqrt(np.diag(covariance)) < prior / 2
     # The cases' own spread, with two more of the spread before.
-    spread = math.sqrt((float(errors @ errors) + 2 * start.spread**2) / (len(cases) + 2))
-    efficiency = msgspec.structs.replace(efficiency, spread=spread)
+    squares = float(errors @ errors) + 2 * start.spread**2
+    spread = math.sqrt(squares / (len(cases) + 2))
     determined = [name for name, yes in zip(names, is_known, strict=True) if yes]
     return Fitted(
-        efficiency,
-        determined,
-        [math.exp(error) - 1 for error in errors],
-        covariance,
+        efficiency=msgspec.structs.replace(efficiency, spread=spread),
+        determined=determined,
+        errors=[math.exp(error) - 1 for error in errors],
+        covariance=covariance,
     )
 
 
-def _moved(start: Efficiency, by: dict[str, float]) -> Efficiency:
-    changed = {name: getattr(start, name) * math.exp(step) for name, step in by.items()}
-    return msgspec.structs.replace(
-        start,
-        **{
-            name: value if name in _NO_SHARES else min(value, 1.0)
-            for name, value in changed.items()
-        },
-    )
+def _moved(start: Efficiency, steps: dict[str, float]) -> Efficiency:
+    """Return efficiencies whose logarithms are moved by these steps; no share is above 1."""
+    numbers = {}
+    for name, step in steps.items():
+        number = getattr(start, name) * math.exp(step)
+        numbers[name] = number if name in _NO_SHARES else min(number, 1.0)
+    return msgspec.structs.replace(start, **numbers)

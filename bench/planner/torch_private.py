@@ -140,11 +140,14 @@ def launches(func: Any) -> bool:
 
 
 def bytes_by_kind(tracker: Any, rows: int) -> Bytes:
-    """Return the bytes in memory now: those that do not depend on the ``rows``, and those of a row."""
+    """Return the bytes in memory now: those that do not depend on the ``rows``, and those of a
+    row.
+    """
     if tracker.sizes_by_kind is not None:
         return cast("Bytes", tracker.sizes_by_kind)
     sizes_by_kind: Bytes = {}
-    for device, sizes in tracker._curr_mem_snap.items():  # noqa: SLF001 - its own method copies them
+    snapshot = tracker._curr_mem_snap  # noqa: SLF001 - its own method copies them
+    for device, sizes in snapshot.items():
         for kind, size in sizes.items():
             name = str(getattr(kind, "value", kind)).replace("Other", "Inputs and buckets")
             if name != "Total" and size:

@@ -51,7 +51,10 @@ class RankTrace:
         if torch.cuda.is_available():
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         profiled = torch.profiler.schedule(
-            wait=_STEPS_BEFORE - 1, warmup=1, active=_STEPS_PROFILED, repeat=1
+            wait=_STEPS_BEFORE - 1,
+            warmup=1,
+            active=_STEPS_PROFILED,
+            repeat=1,
         )
         with torch.profiler.profile(
             activities=activities,
@@ -76,15 +79,13 @@ class RankTrace:
         base_us = document.get("baseTimeNanoseconds", 0) / 1e3
         events = []
         for event in document["traceEvents"]:
-            pid = event.get("pid")
+            moved = dict(event)
             # Processes of the viewer that clash neither between ranks nor with our own.
-            number = isinstance(pid, int)
-            moved = {
-                **event,
-                "pid": pid + os.getpid() + _PROFILER_PID_OFFSET
-                if number
-                else f"{pid} {os.getpid()}",
-            }
+            pid = event.get("pid")
+            if isinstance(pid, int):
+                moved["pid"] = pid + os.getpid() + _PROFILER_PID_OFFSET
+            else:
+                moved["pid"] = f"{pid} {os.getpid()}"
             if "ts" in event:
                 moved["ts"] = event["ts"] + base_us
             if "id" in event:
@@ -98,11 +99,9 @@ class RankTrace:
 
     def write(self) -> None:
         """Write the rank's events."""
+        events = [*self.recorder.events(), *self._profiled]
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._path.write_text(
-            json.dumps([*self.recorder.events(), *self._profiled]),
-            encoding="utf-8",
-        )
+        self._path.write_text(json.dumps(events), encoding="utf-8")
 
 
 class TracedAccelerator:
@@ -118,7 +117,10 @@ class TracedAccelerator:
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._inner, name)
-        return partial(self._spanned, name.replace("_", " "), method) if name in _PHASES else method
+        if name not in _PHASES:
+            return method
+        phase = name.replace("_", " ")
+        return partial(self._spanned, phase, method)
 
     @contextmanager
     def _spanned(
@@ -148,4 +150,5 @@ class TracedAccelerator:
         launches.
         """
         self._inner.all_reduce_finished()
-        self._trace.span("all-reduce", self._reducing_since.pop(0), time.perf_counter())
+        begin_s = self._reducing_since.pop(0)
+        self._trace.span("all-reduce", begin_s, time.perf_counter())

@@ -28,11 +28,9 @@ _WIDE = 200
 def report_console() -> Console:
     """Return standard output; in a file or a pipe wide enough that no table is cut."""
     console = Console(soft_wrap=True, markup=False, highlight=False)
-    return (
-        console
-        if console.is_terminal
-        else Console(soft_wrap=True, markup=False, highlight=False, width=_WIDE)
-    )
+    if console.is_terminal:
+        return console
+    return Console(soft_wrap=True, markup=False, highlight=False, width=_WIDE)
 
 
 def print_table(
@@ -60,7 +58,9 @@ def print_report(report: object, console: Console) -> None:
     for part in document.parts:
         if not isinstance(part, Section):
             _print(part, console)
-        elif blocks := [block for block in part.blocks if isinstance(block, _PRINTED)]:
+            continue
+        blocks = [block for block in part.blocks if isinstance(block, _PRINTED)]
+        if blocks:
             console.print(f"\n{plain(part.title)}", style="bold")
             for block in blocks:
                 _print(block, console)
@@ -71,7 +71,8 @@ def _print(block: Block, console: Console) -> None:
         console.print(plain(f"{block.figure} {block.meaning}"), style="bold")
         console.print(plain(block.text))
     elif isinstance(block, Tiles):
-        console.print(plain("; ".join(f"{value} {label}" for value, label in block.entries)))
+        text = "; ".join(f"{value} {label}" for value, label in block.entries)
+        console.print(plain(text))
     elif isinstance(block, Items):
         console.print("\n".join(map(plain, block.entries)))
     elif isinstance(block, Note):

@@ -72,10 +72,12 @@ def marked(template: str, **values: object) -> tuple[Span, ...]:
 
     ``{name}`` takes a value, whose own marks stay characters.
     """
-    parts = enumerate(_STRONG.split(template))
-    return tuple(
-        Span(part.format_map(values), strong=bool(number % 2)) for number, part in parts if part
-    )
+    spans = []
+    for number, part in enumerate(_STRONG.split(template)):
+        if part:
+            is_strong = number % 2 == 1
+            spans.append(Span(part.format_map(values), strong=is_strong))
+    return tuple(spans)
 
 
 @dataclass(frozen=True)
@@ -186,14 +188,21 @@ def document(
     for part in parts:
         if isinstance(part, Hero) and report.disturbed is not None:
             part = replace(part, meaning=f"{part.meaning} (loaded host: not reliable)")
-        (after if after or not isinstance(part, (Hero, Tiles)) else before).append(part)
+        is_figure = isinstance(part, (Hero, Tiles))
+        if is_figure and not after:
+            before.append(part)
+        else:
+            after.append(part)
     machine = report.machine
     gpus = ", ".join(
         f"{gpu.name} ({gpu.memory_bytes / GIB:.0f} GiB, driver {gpu.driver})"
         for gpu in machine.gpus
     )
-    changed = " with uncommitted changes" if machine.uncommitted_changes else ""
-    commit = f"commit {machine.commit}{changed}" if machine.commit else "installed package"
+    commit = "installed package"
+    if machine.commit:
+        commit = f"commit {machine.commit}"
+        if machine.uncommitted_changes:
+            commit += " with uncommitted changes"
     packages = machine.packages if packages is None else packages
     facts = {
         "processor": f"{machine.cpu}; {machine.num_cpus:g} of {machine.num_cpus_installed} CPUs "
@@ -212,14 +221,18 @@ def document(
             f"{', '.join(dataset.cameras)}; fingerprint {dataset.fingerprint}"
         )
     facts["options"] = as_text(msgspec.to_builtins(report.options))
-    short_commit = f", commit {machine.commit[:10]}" if machine.commit else ""
+    origin = f"{when(report.created)}, fuelrail {machine.fuelrail}"
+    if machine.commit:
+        origin += f", commit {machine.commit[:10]}"
+    cut_off = getattr(report, "cut_off", None)
+    warnings = [Note(warning) for warning in report.warnings]
     return Document(
         brand=brand,
         title=title,
         subtitle=subtitle,
-        origin=f"{when(report.created)}, fuelrail {machine.fuelrail}{short_commit}",
-        doubts=doubts(getattr(report, "cut_off", None), report.disturbed),
-        parts=[*before, *map(Note, report.warnings), *after],
+        origin=origin,
+        doubts=doubts(cut_off, report.disturbed),
+        parts=[*before, *warnings, *after],
         facts=facts,
     )
 
@@ -242,11 +255,12 @@ def table_of(records: Sequence[msgspec.Struct]) -> Table:
     There is at least one record.
     """
     fields = displayed_fields(type(records[0]))
-    rows = [
-        [_display_text(getattr(record, name), entry) for name, entry in fields.items()]
-        for record in records
-    ]
-    return Table([entry.label for entry in fields.values()], rows)
+    header = [entry.label for entry in fields.values()]
+    rows = []
+    for record in records:
+        row = [_display_text(getattr(record, name), entry) for name, entry in fields.items()]
+        rows.append(row)
+    return Table(header, rows)
 
 
 def tiles_of(*records: msgspec.Struct, names: Mapping[str, str] | None = None) -> Tiles:
@@ -266,9 +280,11 @@ def tiles_of(*records: msgspec.Struct, names: Mapping[str, str] | None = None) -
                     label = f"{label} ({low} to {high})"
                 value = value.median
             elif isinstance(value, Summary):
-                label = f"{label} p50; p99 {_display_text(value.p99_ms, entry)} {entry.unit}"
+                p99 = _display_text(value.p99_ms, entry)
+                label = f"{label} p50; p99 {p99} {entry.unit}"
                 value = value.p50_ms
-            entries.append((f"{_display_text(value, entry)} {entry.unit}".rstrip(), label))
+            figure = f"{_display_text(value, entry)} {entry.unit}".rstrip()
+            entries.append((figure, label))
     return Tiles(entries)
 
 
@@ -281,25 +297,31 @@ def _display_text(value: Any, entry: Display) -> str:
         value *= entry.scale
     if entry.digits:
         return f"{value:{entry.digits}}"
-    return format_number(value) if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return format_number(value)
+    return str(value)
 
 
 def write_report(report: msgspec.Struct, out: Path, *, html: bool) -> None:
     """Write a report of any kind into a folder, each file by rename. Raises ConfigError."""
     publish_json(out / REPORT_JSON, report)
-    publish(out / REPORT_MARKDOWN, render_markdown(report).encode())
+    markdown = render_markdown(report)
+    publish(out / REPORT_MARKDOWN, markdown.encode())
     if html:
-        publish(out / REPORT_HTML, render_page(report).encode())
+        page = render_page(report)
+        publish(out / REPORT_HTML, page.encode())
 
 
 def render_page(report: object) -> str:
     """Return the page of a report as one string; raises ConfigError where matplotlib is not
     installed.
     """
-    plots = _of_study(report, "plots")
+    module = _of_study(report, "plots")
+    plots = module.plots(report) if module is not None else None
+    style = _FOLDER / "report.css"
     return _template("page.html.j2").render(
-        document=document_of(report, plots.plots(report) if plots is not None else None),
-        style=(_FOLDER / "report.css").read_text(encoding="utf-8"),
+        document=document_of(report, plots),
+        style=style.read_text(encoding="utf-8"),
     )
 
 
@@ -310,16 +332,20 @@ def render_markdown(report: object) -> str:
 
 def document_of(report: object, plots: Mapping[str, str] | None = None) -> Document:
     """Return a report as a document with these plots."""
-    pages: Document = _of_study(report, "page").describe(report, plots or {})
-    return pages
+    page = _of_study(report, "page")
+    description: Document = page.describe(report, plots or {})
+    return description
 
 
 def _of_study(report: object, module: str) -> Any:
     """Return a module beside that of the report, or None; it is imported when needed, for plots
     need matplotlib.
     """
-    name = f"{type(report).__module__.rpartition('.')[0]}.{module}"
-    return import_module(name) if find_spec(name) is not None else None
+    package, _, _ = type(report).__module__.rpartition(".")
+    name = f"{package}.{module}"
+    if find_spec(name) is None:
+        return None
+    return import_module(name)
 
 
 @cache
@@ -354,10 +380,14 @@ def plain(words: Words) -> str:
 def _html(words: Words) -> Markup:
     parts = []
     for span in _spans(words):
-        text = _COMMAND.sub(r"<code>\1</code>", escape(escaped(span.text)))
-        text = f"<b>{text}</b>" if span.strong else text
-        # Quoted, a colon included: a target is always a file beside the report.
-        parts.append(text if span.file is None else f'<a href="{quote(span.file)}">{text}</a>')
+        text = escape(escaped(span.text))
+        text = _COMMAND.sub(r"<code>\1</code>", text)
+        if span.strong:
+            text = f"<b>{text}</b>"
+        if span.file is not None:
+            # Quoted, a colon included: a target is always a file beside the report.
+            text = f'<a href="{quote(span.file)}">{text}</a>'
+        parts.append(text)
     return Markup("".join(parts))
 
 
@@ -365,20 +395,27 @@ def _markdown(words: Words) -> Markup:
     parts = []
     for span in _spans(words):
         # Every second part is a command.
-        text = "".join(
-            f"`{part}`" if number % 2 else _MARKDOWN.sub(r"\\\g<0>", part)
-            for number, part in enumerate(_COMMAND.split(escaped(span.text)))
-        )
-        text = f"**{text}**" if span.strong else text
-        parts.append(text if span.file is None else f"[{text}]({quote(span.file)})")
+        pieces = _COMMAND.split(escaped(span.text))
+        pieces[::2] = [_MARKDOWN.sub(r"\\\g<0>", piece) for piece in pieces[::2]]
+        pieces[1::2] = [f"`{piece}`" for piece in pieces[1::2]]
+        text = "".join(pieces)
+        if span.strong:
+            text = f"**{text}**"
+        if span.file is not None:
+            text = f"[{text}]({quote(span.file)})"
+        parts.append(text)
     return Markup("".join(parts))
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Markup:
     """Return a table as Markdown; the first column is text, the others are figures."""
-    rule = "|" + "|".join(["---", *["---:"] * (len(header) - 1)]) + "|"
-    line, *lines = ("| " + " | ".join(map(_markdown, cells)) + " |" for cells in (header, *rows))
-    return Markup("\n".join([line, rule, *lines]))
+    lines = []
+    for cells in (header, *rows):
+        texts = map(_markdown, cells)
+        lines.append("| " + " | ".join(texts) + " |")
+    alignments = ["---"] + ["---:"] * (len(header) - 1)
+    lines.insert(1, "|" + "|".join(alignments) + "|")
+    return Markup("\n".join(lines))
 
 
 def format_number(value: float) -> str:
@@ -388,7 +425,8 @@ def format_number(value: float) -> str:
     size = abs(value)
     if size < 1e-4:
         return f"{value:.2g}"
-    digits = max(0, 2 - math.floor(math.log10(size)))
+    exponent = math.floor(math.log10(size))
+    digits = max(0, 2 - exponent)
     return f"{value:,.{digits}f}"
 
 
@@ -410,6 +448,7 @@ def _flat(options: Mapping[str, Any], within: str) -> Iterator[tuple[str, str]]:
             yield from _flat(value, f"{within}{name}.")
         elif isinstance(value, list | tuple):
             if any(value) or (value and not within):
-                yield within + name, "[" + ", ".join(map(str, value)) + "]"
+                texts = ", ".join(map(str, value))
+                yield within + name, f"[{texts}]"
         elif value is not None and (not within or value):
             yield within + name, str(value)

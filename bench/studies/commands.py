@@ -103,7 +103,13 @@ def study(
     )
 
 
-def train(dataset: str, options: TrainOptions, *, out: Path, html: bool) -> Report | None:
+def train(
+    dataset: str,
+    options: TrainOptions,
+    *,
+    out: Path,
+    html: bool,
+) -> Report | None:
     """Measure a run, and say where its trace is."""
     report = bench_train(dataset, options, out=out, html=html)
     if options.trace and report is not None:
@@ -112,7 +118,11 @@ def train(dataset: str, options: TrainOptions, *, out: Path, html: bool) -> Repo
 
 
 def write_plan(
-    scenario: str | None, options: PlanOptions, *, out: Path | None, html: bool
+    scenario: str | None,
+    options: PlanOptions,
+    *,
+    out: Path | None,
+    html: bool,
 ) -> PlanReport:
     """Plan, and write the plan's report and launch file."""
     if out is not None:

@@ -144,7 +144,8 @@ def diff(
     new = _load(after)
     # A watch of anybody's trainer knows no dataset.
     sides = [side.dataset for side in (old, new) if not isinstance(side, WatchReport)]
-    if not options.other_dataset and len({(side.fingerprint, side.split) for side in sides}) > 1:
+    splits = {(side.fingerprint, side.split) for side in sides}
+    if len(splits) > 1 and not options.other_dataset:
         sides_text = " and ".join(
             f"'{side.name}', split '{side.split}' ({side.fingerprint[:12]})" for side in sides
         )
@@ -174,13 +175,18 @@ def load_comparable(path: Path) -> Comparable:
     if kind is None:
         hint = f"; {FROM_CHECKOUT}" if schema == "fuelrail-bench-compare" else ""
         raise ConfigError(f"'{path}' has schema {schema!r}; known are {', '.join(KINDS)}{hint}")
-    report: Any = load_report_of(path, kind[0], str(schema), kind[1])
+    report_type, version = kind
+    report: Any = load_report_of(path, report_type, str(schema), version)
     if isinstance(report, DiagnoseReport):
         raise ConfigError(
             f"'{path}' is a diagnosis: compare the reports of its runs, in the folders beside it"
         )
-    is_short = isinstance(report, WatchReport) and not report.times
-    if is_short or (isinstance(report, Report | LoaderReport) and report.figures is None):
+    has_figures = True
+    if isinstance(report, WatchReport):
+        has_figures = bool(report.times)
+    elif isinstance(report, Report | LoaderReport):
+        has_figures = report.figures is not None
+    if not has_figures:
         raise ConfigError(f"report '{path}' has no figures to compare: its run was too short")
     return report  # type: ignore[no-any-return]
 
@@ -227,16 +233,15 @@ def compare(before: Comparable, after: Comparable) -> list[Change]:
                 figures.append((name, a, b, b / a * rates, True))
         for name, a, b, ratio_samples, higher_is_better in figures:
             low, high = np.quantile(ratio_samples, (0.025, 0.975)).tolist()
-            rows.append(
-                Change(
-                    name=name,
-                    before=a,
-                    after=b,
-                    ratio_low=low,
-                    ratio_high=high,
-                    higher_is_better=higher_is_better,
-                )
+            change = Change(
+                name=name,
+                before=a,
+                after=b,
+                ratio_low=low,
+                ratio_high=high,
+                higher_is_better=higher_is_better,
             )
+            rows.append(change)
     else:
         old = _figures(before)
         new = _figures(after)
@@ -335,7 +340,10 @@ def _conditions(report: Comparable) -> dict[str, Any]:
 
 
 def print_comparison(
-    before: Path, after: Path, options: DiffOptions, printing: PrintOptions
+    before: Path,
+    after: Path,
+    options: DiffOptions,
+    printing: PrintOptions,
 ) -> int:
     """Print the changes between two reports; return 1 where something is worse."""
     comparison = diff(before, after, options)
@@ -396,6 +404,6 @@ DIFF = command(
     },
     options=(DiffOptions, PrintOptions),
     description="Compares two reports of `bench train`, `loader`, `compare` or `scale`, or of "
-    "`fuelrail watch`. Exit code 0: nothing is worse; 1: something is worse by more than --threshold, and the noise "
-    "of both does not explain it; 2: no comparison.",
+    "`fuelrail watch`. Exit code 0: nothing is worse; 1: something is worse by more than "
+    "--threshold, and the noise of both does not explain it; 2: no comparison.",
 )

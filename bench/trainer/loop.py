@@ -63,7 +63,8 @@ def train(
             last = micro == accumulation - 1
             loss = parallel.forward_backward(inputs, size, accumulation=accumulation, last=last)
             losses.append(loss)
-            presences.append((batch.get("valid"), batch.get("cam_valid")))
+            presence = batch.get("valid"), batch.get("cam_valid")
+            presences.append(presence)
             # While we wait for the next batch the loader may use this one's buffer for another: no
             # new memory.
             del batch, inputs, loss
@@ -90,7 +91,10 @@ def batches(loader: DataLoader, num_epochs: int | None) -> Iterator[Mapping[str,
     ``num_epochs`` is None.
     """
     first = int(loader.state_dict()["epoch"])
-    for epoch in range(first, num_epochs) if num_epochs is not None else itertools.count(first):
+    epochs: Iterable[int] = itertools.count(first)
+    if num_epochs is not None:
+        epochs = range(first, num_epochs)
+    for epoch in epochs:
         loader.set_epoch(epoch)
         yield from loader
 
@@ -100,14 +104,14 @@ def rows_of(batch: Mapping[str, Any]) -> tuple[int, int]:
     it does not say.
     """
     img = batch.get("img")
-    keys = batch.get("sample_key", ())
-    if "pack_offsets" in batch:
-        return len(batch["pack_offsets"]) - 1, math.prod(img.shape[:-3]) if isinstance(
-            img, Tensor
-        ) else 0
+    num_images = 0
+    num_samples = len(batch.get("sample_key", ()))
     if isinstance(img, Tensor):
-        return len(img), math.prod(img.shape[:-3])
-    return len(keys), 0
+        num_images = math.prod(img.shape[:-3])
+        num_samples = len(img)
+    if "pack_offsets" in batch:
+        num_samples = len(batch["pack_offsets"]) - 1
+    return num_samples, num_images
 
 
 def real_rows(valid: Tensor | None, cam_valid: Tensor | None) -> tuple[int, int]:
@@ -116,4 +120,8 @@ def real_rows(valid: Tensor | None, cam_valid: Tensor | None) -> tuple[int, int]
     """
     if valid is None:
         return 0, 0
-    return int(valid.sum()), 0 if cam_valid is None else int((cam_valid != 0)[valid].sum())
+    num_samples = int(valid.sum())
+    if cam_valid is None:
+        return num_samples, 0
+    is_present = cam_valid != 0
+    return num_samples, int(is_present[valid].sum())

@@ -4,6 +4,7 @@ function each.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -96,8 +97,10 @@ def train(
         first_step=first,
     )
     for done, record in enumerate(steps, start=first + 1):
-        named = {name: float(value) for name, value in sorted(parallel.losses.items())}
-        losses = parallel.over_ranks({"loss": record.loss or 0.0, **named})
+        losses_here = {"loss": record.loss or 0.0}
+        for name, value in sorted(parallel.losses.items()):
+            losses_here[name] = float(value)
+        losses = parallel.over_ranks(losses_here)
         values = {
             **losses,
             "learning_rate": parallel.optimiser.param_groups[0]["lr"],
@@ -106,7 +109,8 @@ def train(
             on_step(record, losses)
         if evaluate is not None and _due(done, options.evaluate_every, num_steps):
             scores = evaluate()
-            values |= {f"evaluation/{name}": mean for name, mean in means(scores).items()}
+            for name, mean in means(scores).items():
+                values[f"evaluation/{name}"] = mean
             if on_evaluate is not None:
                 on_evaluate(done, scores)
         for function in logs if is_first else ():
@@ -143,34 +147,39 @@ def evaluate(
                 "sample_key": batch["sample_key"],
                 **score(model(batch), batch),
             }
-            rows = [row for row, real in enumerate(batch["valid"].tolist()) if real]
-            kept_scores: dict[str, Any] = {}
+            is_real = batch["valid"].tolist()
+            rows = [row for row, real in enumerate(is_real) if real]
+            real_scores: dict[str, Any] = {}
             for name, values in scores.items():
                 if isinstance(values, Tensor):
-                    kept_scores[name] = values.detach().cpu()[rows]
+                    real_scores[name] = values.detach().cpu()[rows]
                 else:
                     entries = [values[row] for row in rows]
-                    kept_scores[name] = to_device(entries, torch.device("cpu"))
-            scores_here.append(kept_scores)
-    of_ranks: list[list[dict[str, Any]]] = [scores_here]
+                    real_scores[name] = to_device(entries, torch.device("cpu"))
+            scores_here.append(real_scores)
+    scores_by_rank: list[list[dict[str, Any]]] = [scores_here]
     if parallel.world > 1:
-        of_ranks = [[] for _ in range(parallel.world)]
-        dist.all_gather_object(of_ranks, scores_here if parallel.counts else [])
-    batches = [part for step in zip(*filter(None, of_ranks), strict=True) for part in step]
+        scores_by_rank = [[] for _ in range(parallel.world)]
+        dist.all_gather_object(scores_by_rank, scores_here if parallel.counts else [])
+    ranks_that_count = filter(None, scores_by_rank)
+    steps = zip(*ranks_that_count, strict=True)
+    batches = list(itertools.chain.from_iterable(steps))
+    if not batches:
+        return {}
     joined: dict[str, Any] = {}
-    for name, first in batches[0].items() if batches else ():
-        parts = [part[name] for part in batches]
+    for name, first in batches[0].items():
+        parts = [batch[name] for batch in batches]
         if isinstance(first, Tensor):
             joined[name] = torch.cat(parts)
         else:
-            joined[name] = [entry for part in parts for entry in part]
+            joined[name] = list(itertools.chain.from_iterable(parts))
     return joined
 
 
 def means(scores: Scores) -> dict[str, float]:
     """Return the means of those scores that are one number a sample."""
-    return {
-        name: float(values.double().mean())
-        for name, values in scores.items()
-        if isinstance(values, Tensor) and values.dim() == 1
-    }
+    mean_scores = {}
+    for name, values in scores.items():
+        if isinstance(values, Tensor) and values.dim() == 1:
+            mean_scores[name] = float(values.double().mean())
+    return mean_scores

@@ -68,9 +68,8 @@ def load_weights(
     model's name of a name in it, None to leave it out. Averages start again. All ranks must call
     this. Raises ConfigError for a place without weights.
     """
-    targets = {
-        name.removeprefix(_OF_MODEL): value for name, value in model_tensors(parallel).items()
-    }
+    tensors = model_tensors(parallel)
+    targets = {name.removeprefix(_OF_MODEL): value for name, value in tensors.items()}
     loaded = list[str]()
     unexpected = list[str]()
     other_shape = dict[str, str]()
@@ -82,10 +81,11 @@ def load_weights(
             unexpected.append(name)
             continue
         value = read()
-        if value.shape != targets[name].shape:
-            other_shape[name] = f"{list(value.shape)} there, {list(targets[name].shape)} here"
+        target = targets[name]
+        if value.shape != target.shape:
+            other_shape[name] = f"{list(value.shape)} there, {list(target.shape)} here"
             continue
-        copy_share(value, targets[name])
+        copy_share(value, target)
         loaded.append(name)
     parallel.start_average()
     missing = sorted(targets.keys() - {*loaded, *other_shape})
@@ -105,7 +105,8 @@ def _tensors(
             yield name, value.detach
         return
     place = Path(source)
-    files = [file for file in sorted(place.glob("*.safetensors")) or [place] if file.is_file()]
+    paths = sorted(place.glob("*.safetensors")) or [place]
+    files = [path for path in paths if path.is_file()]
     if not files:
         raise ConfigError(
             f"weights '{place}' are neither a safetensors file nor a folder of some; give one"
@@ -124,7 +125,10 @@ def _tensors(
 
 
 def save_weights(
-    parallel: Parallel, place: str | os.PathLike[str], *, average: bool = False
+    parallel: Parallel,
+    place: str | os.PathLike[str],
+    *,
+    average: bool = False,
 ) -> None:
     """Write the whole model as one safetensors file, by the names of the undivided model.
 
@@ -132,19 +136,20 @@ def save_weights(
     the file appears once it is whole. All ranks must call this. Raises ConfigError for a dtype that
     the format lacks.
     """
-    rank_tensors = {
-        name.removeprefix(_OF_MODEL): value for name, value in model_tensors(parallel).items()
-    }
-    rank_tensors |= parallel.average if average else {}
+    tensors = model_tensors(parallel)
+    rank_tensors = {name.removeprefix(_OF_MODEL): value for name, value in tensors.items()}
+    if average:
+        rank_tensors |= parallel.average
     facts = [{name: (value.dtype, tuple(value.shape)) for name, value in rank_tensors.items()}]
     rank = dist.get_rank() if parallel.world > 1 else 0
     if parallel.world > 1:
         facts = facts * parallel.world
         dist.all_gather_object(facts, facts[rank])
     # Of each tensor the first rank that has it, or has a part of it, sends it.
-    holders: dict[str, int] = {
-        name: number for number in reversed(range(len(facts))) for name in facts[number]
-    }
+    holders: dict[str, int] = {}
+    for number, facts_of_rank in enumerate(facts):
+        for name in facts_of_rank:
+            holders.setdefault(name, number)
     header = dict[str, Any]()
     end = 0
     for name in sorted(holders):

@@ -22,24 +22,22 @@ class AccelerateSkip(Stack):
 
     def loader(self, *, shuffle: bool = True) -> Any:
         setup = self.setup
-        return self.accelerator.prepare(
-            DataLoader(
-                Rows(range(setup.rows)),
-                setup.batch,
-                shuffle=shuffle,
-                num_workers=setup.workers,
-                drop_last=setup.drop_last,
-            )
+        loader = DataLoader(
+            Rows(range(setup.rows)),
+            setup.batch,
+            shuffle=shuffle,
+            num_workers=setup.workers,
+            drop_last=setup.drop_last,
         )
+        return self.accelerator.prepare(loader)
 
     def open(self) -> None:
         set_seed(3)
-        self.accelerator = Accelerator(
-            cpu=True,
-            dataloader_config=DataLoaderConfiguration(
-                use_seedable_sampler=True, use_stateful_dataloader=self.is_stateful
-            ),
+        config = DataLoaderConfiguration(
+            use_seedable_sampler=True,
+            use_stateful_dataloader=self.is_stateful,
         )
+        self.accelerator = Accelerator(cpu=True, dataloader_config=config)
         super().open()
 
     def restore(self) -> None:

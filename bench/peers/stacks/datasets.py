@@ -19,7 +19,10 @@ class HubStreaming(Stack):
     """An IterableDataset whose state is in that of the loader."""
 
     packages = ("datasets", "torchdata", "torch")
-    way = "state_dict() and load_state_dict() of StatefulDataLoader, set_epoch(); in stored order without a buffer"
+    way = (
+        "state_dict() and load_state_dict() of StatefulDataLoader, set_epoch(); in stored order "
+        "without a buffer"
+    )
     offers = frozenset({"buffer", "mix"})
 
     @staticmethod
@@ -51,7 +54,10 @@ class HubStreaming(Stack):
             rows = rows.shuffle(seed=3, buffer_size=setup.buffer)
         self.rows = split_dataset_by_node(rows, self.rank, setup.ranks)
         return StatefulDataLoader(
-            self.rows, setup.batch, num_workers=setup.workers, drop_last=setup.drop_last
+            self.rows,
+            setup.batch,
+            num_workers=setup.workers,
+            drop_last=setup.drop_last,
         )
 
     def epoch(self, epoch: int) -> Iterable[Any]:

@@ -13,7 +13,13 @@ from megatron.energon.flavors import BaseWebdatasetFactory
 
 from fuelrail.bench.peers.stacks.stack import NotRun, Setup, Stack
 
-TYPE = "sample_type:\n  __module__: megatron.energon\n  __class__: TextSample\nfield_map:\n  text: txt\n"
+TYPE = """\
+sample_type:
+  __module__: megatron.energon
+  __class__: TextSample
+field_map:
+  text: txt
+"""
 
 
 class EnergonStack(Stack):
@@ -27,19 +33,28 @@ class EnergonStack(Stack):
     def store(setup: Setup, folder: Path) -> None:
         names = []
         for shard, rows in enumerate(setup.shards(range(setup.rows))):
-            names.append(f"{shard:03d}.tar")
-            with webdataset.TarWriter(str(folder / names[-1])) as writer:
+            name = f"{shard:03d}.tar"
+            names.append(name)
+            with webdataset.TarWriter(str(folder / name)) as writer:
                 for row in rows:
-                    writer.write({"__key__": f"{row:05d}", "txt": str(row)})
+                    sample = {"__key__": f"{row:05d}", "txt": str(row)}
+                    writer.write(sample)
         BaseWebdatasetFactory.prepare_dataset(
-            folder, names, split_parts_ratio=[("train", 1.0)], workers=1
+            folder,
+            names,
+            split_parts_ratio=[("train", 1.0)],
+            workers=1,
         )
-        (folder / ".nv-meta" / "dataset.yaml").write_text(TYPE)
+        description = folder / ".nv-meta" / "dataset.yaml"
+        description.write_text(TYPE)
 
     def loader(self, *, shuffle: bool = True) -> Any:
         setup = self.setup
         config = WorkerConfig(
-            rank=self.rank, world_size=setup.ranks, num_workers=setup.workers, seed_offset=3
+            rank=self.rank,
+            world_size=setup.ranks,
+            num_workers=setup.workers,
+            seed_offset=3,
         )
         rows = get_train_dataset(
             self.job.folder,

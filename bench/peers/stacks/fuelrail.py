@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -12,6 +12,9 @@ import torch
 import fuelrail as fr
 from fuelrail.bench.peers.stacks.rows import Rows
 from fuelrail.bench.peers.stacks.stack import Setup, Stack
+
+_MIX: Final = {"first": 2, "second": 1}
+"""The weights of the datasets of a mix."""
 
 
 class OrderStack(Stack):
@@ -24,23 +27,32 @@ class OrderStack(Stack):
 
     def loader(self, *, shuffle: bool = True) -> Any:
         setup = self.setup
-        first, second = setup.parts
+        sizes: Any = setup.rows
+        weights = None
+        if setup.is_mixed:
+            first, second = setup.parts
+            sizes = {"first": len(first), "second": len(second)}
+            weights = _MIX
+        order = fr.OrderSpec(kind="shuffled" if shuffle else "sequential", seed=3)
         sampler = fr.order.BatchSampler(
-            {"first": len(first), "second": len(second)} if setup.is_mixed else setup.rows,
-            fr.OrderSpec(kind="shuffled" if shuffle else "sequential", seed=3),
+            sizes,
+            order,
             global_batch=setup.global_batch,
             world=fr.World(self.rank, setup.ranks),
             drop_last=setup.drop_last,
-            mix={"first": 2, "second": 1} if setup.is_mixed else None,
+            mix=weights,
         )
-        rows = Rows(range(setup.rows))
-        return sampler.count(
-            torch.utils.data.DataLoader(rows, batch_sampler=sampler, num_workers=setup.workers)
+        loader = torch.utils.data.DataLoader(
+            Rows(range(setup.rows)),
+            batch_sampler=sampler,
+            num_workers=setup.workers,
         )
+        return sampler.count(loader)
 
     def restore(self) -> None:
         super().restore()
-        self.job.epoch = self.train_loader.state_dict()["epoch"]
+        state = self.train_loader.state_dict()
+        self.job.epoch = state["epoch"]
 
 
 class LoaderStack(OrderStack):
@@ -52,30 +64,39 @@ class LoaderStack(OrderStack):
     def store(setup: Setup, folder: Path) -> None:
         from PIL import Image
 
-        parts = zip(("first", "second"), setup.parts, strict=True)
-        for name, rows in parts if setup.is_mixed else [("all", range(setup.rows))]:
+        datasets = {"all": range(setup.rows)}
+        if setup.is_mixed:
+            datasets = dict(zip(_MIX, setup.parts, strict=True))
+        for name, rows in datasets.items():
             images = folder / f"{name}-images"
-            (images / "class").mkdir(parents=True)
+            images_of_class = images / "class"
+            images_of_class.mkdir(parents=True)
             for row in rows:
-                picture = np.full((16, 16, 3), row % 256, np.uint8)
-                Image.fromarray(picture).save(images / "class" / f"{row:05d}.jpg")
+                pixels = np.full((16, 16, 3), row % 256, np.uint8)
+                image = Image.fromarray(pixels)
+                image.save(images_of_class / f"{row:05d}.jpg")
             fr.shard(f"imagefolder:{images}", out=folder / name)
 
     def loader(self, *, shuffle: bool = True) -> Any:
         setup = self.setup
         folder = self.job.folder
-        mixed = {name: folder / name for name in ("first", "second")}
+        dataset: Any = folder / "all"
+        weights = None
+        if setup.is_mixed:
+            dataset = {name: folder / name for name in _MIX}
+            weights = _MIX
         return fr.DataLoader(
-            mixed if setup.is_mixed else folder / "all",
+            dataset,
             setup.batch,
             shuffle=shuffle,
             seed=3,
             drop_last=setup.drop_last,
             num_workers=max(setup.workers, 1),
-            mix={"first": 2, "second": 1} if setup.is_mixed else None,
+            mix=weights,
             world=fr.World(self.rank, setup.ranks),
         )
 
     def epoch(self, epoch: int) -> Iterable[Any]:
         for batch in super().epoch(epoch):
-            yield [int(key.split("-")[1]) for key in batch["sample_key"]]
+            keys = batch["sample_key"]
+            yield [int(key.split("-")[1]) for key in keys]

@@ -27,24 +27,32 @@ class GrainStack(Stack):
         """Return the rows of all ranks, shuffled."""
         setup = self.setup
         parts = setup.parts if setup.is_mixed else [range(setup.rows)]
-        datasets = [
-            grain.MapDataset.source(list(part)).shuffle(seed=3 + epoch).map(read_row)
-            for part in parts
-        ]
-        return grain.MapDataset.mix(datasets, [2, 1]) if setup.is_mixed else datasets[0]
+        datasets = []
+        for part in parts:
+            dataset = grain.MapDataset.source(list(part))
+            dataset = dataset.shuffle(seed=3 + epoch).map(read_row)
+            datasets.append(dataset)
+        if setup.is_mixed:
+            return grain.MapDataset.mix(datasets, [2, 1])
+        return datasets[0]
 
     def processes(self) -> Any:
         """Return the options of worker processes; None: there are none."""
-        setup = self.setup
-        return grain.MultiprocessingOptions(num_workers=setup.workers) if setup.workers else None
+        num_workers = self.setup.workers
+        if not num_workers:
+            return None
+        return grain.MultiprocessingOptions(num_workers=num_workers)
 
     def batches(self, epoch: int) -> Any:
         """Return this rank's batches of an epoch."""
         setup = self.setup
-        batches = self.rows(epoch)[self.rank :: setup.ranks].to_iter_dataset()
+        rows = self.rows(epoch)[self.rank :: setup.ranks]
+        batches = rows.to_iter_dataset()
         batches = batches.batch(setup.batch, drop_remainder=setup.drop_last)
         processes = self.processes()
-        return batches if processes is None else batches.mp_prefetch(processes)
+        if processes is not None:
+            batches = batches.mp_prefetch(processes)
+        return batches
 
     def open(self) -> None: ...
 
@@ -71,9 +79,10 @@ class GrainElastic(GrainStack):
     def batches(self, epoch: int) -> Any:
         """Return this rank's batches of an epoch."""
         setup = self.setup
+        share = grain.sharding.ShardOptions(shard_index=self.rank, shard_count=setup.ranks)
         return ElasticIterator(
             self.rows(epoch),
             setup.global_batch,
-            grain.sharding.ShardOptions(shard_index=self.rank, shard_count=setup.ranks),
+            share,
             multiprocessing_options=self.processes(),
         )

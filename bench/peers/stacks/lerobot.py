@@ -22,10 +22,15 @@ from fuelrail.loaders.integrations.lerobot import EpisodeLoader
 
 
 class LeRobotStack(Stack):
-    """The place in the order is computed from what `lerobot-train` saves: steps, batch and ranks."""
+    """The place in the order is computed from what `lerobot-train` saves: steps, batch and
+    ranks.
+    """
 
     packages = ("lerobot", "accelerate", "torch")
-    way = "as lerobot-train --resume: compute_sampler_state() for EpisodeAwareSampler, Accelerate, cycle"
+    way = (
+        "as lerobot-train --resume: compute_sampler_state() for EpisodeAwareSampler, Accelerate, "
+        "cycle"
+    )
 
     def loader(self, *, shuffle: bool = True) -> Any:
         setup = self.setup
@@ -43,11 +48,14 @@ class LeRobotStack(Stack):
                 saved = self.job.states[0]
                 load_rng_state(Path(saved["folder"]))
                 self.steps = saved["steps"]
-                sampler.load_state_dict(
-                    compute_sampler_state(self.steps, len(sampler), saved["batch"], saved["ranks"])
-                )
+                num_rows = len(sampler)
+                state = compute_sampler_state(self.steps, num_rows, saved["batch"], saved["ranks"])
+                sampler.load_state_dict(state)
         return torch.utils.data.DataLoader(
-            rows, batch_size=setup.batch, sampler=sampler, num_workers=setup.workers
+            rows,
+            batch_size=setup.batch,
+            sampler=sampler,
+            num_workers=setup.workers,
         )
 
     def open(self) -> None:
@@ -56,14 +64,16 @@ class LeRobotStack(Stack):
         accelerator = Accelerator(cpu=True)
         set_seed(3)
         self.steps = 0
-        self.training, self.evaluation = accelerator.prepare(
-            self.loader(), self.loader(shuffle=False)
-        )
+        loader = self.loader()
+        evaluation_loader = self.loader(shuffle=False)
+        self.training, self.evaluation = accelerator.prepare(loader, evaluation_loader)
         self.batches = cycle(self.training)
 
     def epoch(self, _epoch: int) -> Iterable[Any]:
-        rows = self.setup.rows - self.job.step * (self.job.before or self.setup).global_batch
-        for _ in range(-(-rows // self.setup.global_batch)):
+        setup_before = self.job.before or self.setup
+        rows_left = self.setup.rows - self.job.step * setup_before.global_batch
+        steps_left = -(-rows_left // self.setup.global_batch)
+        for _ in range(steps_left):
             self.steps += 1
             yield next(self.batches)
 
@@ -105,7 +115,10 @@ class LeRobotOrder(LeRobotStack):
         setup = self.setup
         episodes = LeRobotDataset("me/rows", root=self.job.folder / "episodes")
         return torch.utils.data.DataLoader(
-            episodes, batch_size=setup.batch, shuffle=shuffle, num_workers=setup.workers
+            episodes,
+            batch_size=setup.batch,
+            shuffle=shuffle,
+            num_workers=setup.workers,
         )
 
     def open(self) -> None:

@@ -25,7 +25,8 @@ class LightningModel(lightning.LightningModule):  # type: ignore[misc]
 
     def training_step(self, batch: Any, _: int) -> torch.Tensor:
         self.job.see(self.current_epoch, batch["index"].tolist())
-        loss: torch.Tensor = self.layer(batch["x"]).square().mean()
+        outputs = self.layer(batch["x"])
+        loss: torch.Tensor = outputs.square().mean()
         return loss
 
     def validation_step(self, batch: Any, _: int) -> None:
@@ -62,9 +63,13 @@ class LightningStack(Stack):
 
     def loader(self, *, shuffle: bool = True) -> Any:
         setup = self.setup
-        rows = Rows(range(setup.rows))
-        options: dict[str, Any] = {"num_workers": setup.workers, "drop_last": setup.drop_last}
-        return DataLoader(rows, setup.batch, shuffle=shuffle, **options)
+        return DataLoader(
+            Rows(range(setup.rows)),
+            setup.batch,
+            shuffle=shuffle,
+            num_workers=setup.workers,
+            drop_last=setup.drop_last,
+        )
 
     def train(self) -> None:
         job = self.job
@@ -88,10 +93,11 @@ class LightningStack(Stack):
             default_root_dir=job.folder,
             callbacks=[LightningSave(job)],
         )
+        evaluation_rows = Rows(range(setup.rows))
         trainer.fit(
             LightningModel(job),
-            self.loader(),
-            DataLoader(Rows(range(setup.rows)), setup.batch),
+            train_dataloaders=self.loader(),
+            val_dataloaders=DataLoader(evaluation_rows, setup.batch),
             ckpt_path=job.states[0] if job.states else None,
             weights_only=False,
         )

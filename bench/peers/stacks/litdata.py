@@ -54,10 +54,16 @@ class LitdataStack(Stack):
         rows = parts[0]
         if setup.is_mixed:
             rows = litdata.CombinedStreamingDataset(
-                parts, seed=SEED, weights=[2 / 3, 1 / 3], iterate_over_all=False
+                parts,
+                seed=SEED,
+                weights=[2 / 3, 1 / 3],
+                iterate_over_all=False,
             )
         return litdata.StreamingDataLoader(
-            rows, batch_size=setup.batch, num_workers=setup.workers, drop_last=setup.drop_last
+            rows,
+            batch_size=setup.batch,
+            num_workers=setup.workers,
+            drop_last=setup.drop_last,
         )
 
     def restore(self) -> None:

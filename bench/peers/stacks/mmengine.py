@@ -29,7 +29,8 @@ class MMEngineModel(BaseModel):  # type: ignore[misc]
         if mode == "loss":
             self.job.see(self.done // self.steps, index.tolist())
             self.done += 1
-        return {"loss": self.layer(x).square().mean()}
+        outputs = self.layer(x)
+        return {"loss": outputs.square().mean()}
 
 
 class MMEngineSave(Hook):  # type: ignore[misc]
@@ -45,8 +46,12 @@ class MMEngineSave(Hook):  # type: ignore[misc]
             name = f"iter-{runner.iter + 1}.pth"
             runner.save_checkpoint(str(job.folder), name, by_epoch=False)
             dist.barrier()
-            epoch = (self.model.done - 1) // self.model.steps + job.is_border
-            job.save(epoch, 0 if job.is_border else job.step, str(job.folder / name))
+            epoch = (self.model.done - 1) // self.model.steps
+            path = str(job.folder / name)
+            if job.is_border:
+                job.save(epoch + 1, 0, path)
+            else:
+                job.save(epoch, job.step, path)
 
 
 class MMEngineStack(Stack):

@@ -17,7 +17,10 @@ class RayTrainStack(Stateless):
     """Ray puts its sampler into the loader; the epoch begins again."""
 
     packages = ("ray", "torch")
-    way = "prepare_data_loader(), set_epoch(); a checkpoint holds the script's epoch, which begins again"
+    way = (
+        "prepare_data_loader(), set_epoch(); a checkpoint holds the script's epoch, which begins "
+        "again"
+    )
 
     def loader(self, *, shuffle: bool = True) -> Any:
         setup = self.setup

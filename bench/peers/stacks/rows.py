@@ -1,4 +1,7 @@
-"""The dataset of map-style stacks. Not in `stack.py`, which the command line reads without torch."""
+"""The dataset of map-style stacks.
+
+It is not in `stack.py`, which the command line reads without torch.
+"""
 
 from __future__ import annotations
 
@@ -17,4 +20,5 @@ class Rows(torch.utils.data.Dataset[dict[str, Any]]):
         return len(self.numbers)
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        return {"index": self.numbers[row], "x": torch.tensor([float(self.numbers[row])])}
+        number = self.numbers[row]
+        return {"index": number, "x": torch.tensor([float(number)])}

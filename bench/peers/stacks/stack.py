@@ -12,7 +12,9 @@ import msgspec
 EPOCHS: Final = 2
 """Epochs of a run."""
 SHARDS: Final = 24
-"""Files of a dataset that is stored in shards; rows and shards divide by each number of ranks and workers."""
+"""Files of a dataset that is stored in shards; rows and shards divide by each number of ranks and
+workers.
+"""
 ROWS: Final = 288
 
 
@@ -47,8 +49,10 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def parts(self) -> list[range]:
         """The rows of each dataset of a mix."""
-        first = self.rows * 2 // 3
-        return [range(first), range(first, self.rows)]
+        num_first = self.rows * 2 // 3
+        first = range(num_first)
+        second = range(num_first, self.rows)
+        return [first, second]
 
     def shards(self, rows: range) -> list[range]:
         """Return the rows of each shard that some rows are stored in."""
@@ -108,8 +112,10 @@ class Job(msgspec.Struct, kw_only=True):
     @property
     def steps_left(self) -> int:
         """Whole steps that are left of the epoch, for streams without an end."""
-        batch = (self.before or self.setup).global_batch
-        return max(self.setup.rows - self.step * batch, 0) // self.setup.global_batch
+        setup_before = self.before or self.setup
+        rows_done = self.step * setup_before.global_batch
+        rows_left = max(self.setup.rows - rows_done, 0)
+        return rows_left // self.setup.global_batch
 
 
 class Stack:
@@ -155,7 +161,9 @@ class Stack:
         self.train_loader.load_state_dict(self.saved)
 
     def epoch(self, _epoch: int) -> Iterable[Any]:
-        """Return what the training loop iterates over: the rest of an epoch where one is resumed."""
+        """Return what the training loop iterates over: the rest of an epoch where one is
+        resumed.
+        """
         return self.train_loader  # type: ignore[no-any-return]
 
     def state(self) -> Any:
@@ -180,8 +188,10 @@ class Stack:
                     break
                 if job.is_saving and not job.is_border:
                     job.save(epoch, job.step, self.state())
-            if job.is_saving:
-                job.save(epoch + job.is_border, 0 if job.is_border else job.step, self.state())
+            if job.is_saving and job.is_border:
+                job.save(epoch + 1, 0, self.state())
+            elif job.is_saving:
+                job.save(epoch, job.step, self.state())
             job.step = 0
 
 
@@ -231,16 +241,17 @@ STACKS: dict[str, tuple[str, str, tuple[str, ...]]] = {
 
 def missing_module(name: str) -> str | None:
     """Return a module that a stack needs and that is not installed; None if all are."""
-    for module in STACKS[name][2]:
-        if importlib.util.find_spec(module.partition(".")[0]) is None:
+    _, _, modules = STACKS[name]
+    for module in modules:
+        package = module.partition(".")[0]
+        if importlib.util.find_spec(package) is None:
             return module
     return None
 
 
 def load_stack(name: str) -> type[Stack]:
     """Import a stack's recipe."""
-    module, kind, _ = STACKS[name]
-    stack: type[Stack] = getattr(
-        importlib.import_module(f"fuelrail.bench.peers.stacks.{module}"), kind
-    )
+    module_name, class_name, _ = STACKS[name]
+    module = importlib.import_module(f"fuelrail.bench.peers.stacks.{module_name}")
+    stack: type[Stack] = getattr(module, class_name)
     return stack

@@ -40,7 +40,10 @@ class MosaicStack(Stack):
             streams = [streaming.Stream(local=place, proportion=share) for place, share in shares]
             options = {"streams": streams, "epoch_size": setup.rows}
         rows = streaming.StreamingDataset(
-            shuffle=shuffle, shuffle_seed=3, batch_size=setup.batch, **options
+            shuffle=shuffle,
+            shuffle_seed=3,
+            batch_size=setup.batch,
+            **options,
         )
         return streaming.StreamingDataLoader(
             rows,

@@ -13,14 +13,24 @@ from fuelrail.bench.peers.stacks.stack import Setup, Stateless
 
 
 def distributed_loader(
-    setup: Setup, rank: int, kind: Any = DataLoader, *, shuffle: bool = True, **options: Any
+    setup: Setup,
+    rank: int,
+    kind: Any = DataLoader,
+    *,
+    shuffle: bool = True,
+    **options: Any,
 ) -> Any:
     """Return a loader of this rank's rows."""
     rows: Any = Rows(range(setup.rows))
     if setup.is_mixed:
         rows = ConcatDataset([Rows(part) for part in setup.parts])
     sampler: Any = DistributedSampler(
-        rows, setup.ranks, rank, shuffle=shuffle, seed=3, drop_last=setup.drop_last
+        rows,
+        setup.ranks,
+        rank,
+        shuffle=shuffle,
+        seed=3,
+        drop_last=setup.drop_last,
     )
     return kind(
         rows,

@@ -24,7 +24,12 @@ class Torchdata(Stack):
         setup = self.setup
         rows = Rows(range(setup.rows))
         sampler = self.sampler(
-            rows, setup.ranks, self.rank, shuffle=shuffle, seed=3, drop_last=setup.drop_last
+            rows,
+            setup.ranks,
+            self.rank,
+            shuffle=shuffle,
+            seed=3,
+            drop_last=setup.drop_last,
         )
         return StatefulDataLoader(
             rows,

@@ -30,19 +30,21 @@ class TitanStack(Stack):
 
     @staticmethod
     def store(setup: Setup, folder: Path) -> None:
-        rows = {"text": [str(row) for row in range(setup.rows)]}
-        datasets.Dataset.from_dict(rows).save_to_disk(str(folder / "rows"))
+        texts = [str(row) for row in range(setup.rows)]
+        dataset = datasets.Dataset.from_dict({"text": texts})
+        dataset.save_to_disk(str(folder / "rows"))
 
     def loader(self, *, shuffle: bool = True) -> Any:  # noqa: ARG002 - the first epoch never is
         setup = self.setup
         path = str(self.job.folder / "rows")
         text_datasets.DATASETS["rows"] = DatasetConfig(
-            path=path, loader=datasets.load_from_disk, sample_processor=lambda row: row["text"]
+            path=path,
+            loader=datasets.load_from_disk,
+            sample_processor=lambda row: row["text"],
         )
-        config = text_datasets.HuggingFaceTextDataLoader.Config(
-            dataset="rows", num_workers=setup.workers
-        )
-        return text_datasets.HuggingFaceTextDataLoader(
+        kind = text_datasets.HuggingFaceTextDataLoader
+        config = kind.Config(dataset="rows", num_workers=setup.workers)
+        return kind(
             config,
             dp_world_size=setup.ranks,
             dp_rank=self.rank,
@@ -56,7 +58,9 @@ class TitanStack(Stack):
         self.iterator = iter(self.train_loader)
 
     def restore(self) -> None:
-        merged = {name: value for state in self.job.states for name, value in state.items()}
+        merged: dict[str, Any] = {}
+        for state in self.job.states:
+            merged |= state
         self.train_loader.load_state_dict(merged)
 
     def epoch(self, _epoch: int) -> Iterable[Any]:

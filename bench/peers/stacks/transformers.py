@@ -23,7 +23,8 @@ class TransformersModel(torch.nn.Module):
     def forward(self, index: torch.Tensor, x: torch.Tensor) -> dict[str, torch.Tensor]:
         if self.training:
             self.job.see(self.epoch, index.tolist())
-        loss = self.layer(x).square().mean()
+        outputs = self.layer(x)
+        loss = outputs.square().mean()
         return {"loss": loss, "logits": loss.reshape(1)}
 
 
@@ -35,7 +36,8 @@ class TransformersSave(transformers.TrainerCallback):  # type: ignore[misc]
         self.job = model.job
 
     def on_epoch_begin(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
-        self.model.epoch = int((state.epoch or 0) + 1e-3)
+        epoch = state.epoch or 0
+        self.model.epoch = int(epoch + 1e-3)
 
     def on_step_end(self, _: Any, __: Any, control: Any, **___: Any) -> None:
         control.should_save = self.job.is_saving and not self.job.is_border
@@ -46,7 +48,10 @@ class TransformersSave(transformers.TrainerCallback):  # type: ignore[misc]
     def on_save(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
         job = self.job
         path = f"{args.output_dir}/checkpoint-{state.global_step}"
-        job.save(self.model.epoch + job.is_border, 0 if job.is_border else job.step, path)
+        if job.is_border:
+            job.save(self.model.epoch + 1, 0, path)
+        else:
+            job.save(self.model.epoch, job.step, path)
 
 
 class TransformersStack(Stack):
@@ -75,11 +80,13 @@ class TransformersStack(Stack):
             report_to=[],
             remove_unused_columns=False,
         )
+        rows = Rows(range(setup.rows))
         trainer = transformers.Trainer(
             model,
             arguments,
-            train_dataset=Rows(range(setup.rows)),
-            eval_dataset=Rows(range(setup.rows)),
+            train_dataset=rows,
+            eval_dataset=rows,
             callbacks=[TransformersSave(model)],
         )
-        trainer.train(resume_from_checkpoint=job.states[0] if job.states else None)
+        checkpoint = job.states[0] if job.states else None
+        trainer.train(resume_from_checkpoint=checkpoint)

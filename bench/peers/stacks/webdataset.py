@@ -23,9 +23,11 @@ class WebdatasetStack(Stateless):
     def store(setup: Setup, folder: Path) -> None:
         for number, part in enumerate(setup.parts):
             for shard, rows in enumerate(setup.shards(part)):
-                with webdataset.TarWriter(str(folder / f"{number}-{shard:03d}.tar")) as writer:
+                path = folder / f"{number}-{shard:03d}.tar"
+                with webdataset.TarWriter(str(path)) as writer:
                     for row in rows:
-                        writer.write({"__key__": f"{row:05d}", "txt": str(row)})
+                        sample = {"__key__": f"{row:05d}", "txt": str(row)}
+                        writer.write(sample)
 
     def dataset(self, pattern: str, *, shuffle: bool = True) -> Any:
         """Return a dataset of some shards."""
@@ -37,7 +39,9 @@ class WebdatasetStack(Stateless):
             detshuffle=shuffle,
             seed=3,
         )
-        return rows.shuffle(self.setup.buffer) if shuffle and self.setup.buffer else rows
+        if shuffle and self.setup.buffer:
+            rows = rows.shuffle(self.setup.buffer)
+        return rows
 
     def loader(self, *, shuffle: bool = True) -> Any:
         setup = self.setup
@@ -45,10 +49,14 @@ class WebdatasetStack(Stateless):
         if setup.is_mixed:
             random.seed(3)  # which RandomMix draws from
             parts = [self.dataset("0-*.tar"), self.dataset("1-*.tar")]
-            rows = webdataset.DataPipeline(webdataset.RandomMix(parts, [2 / 3, 1 / 3]))
-        batches = rows.compose(
-            webdataset.batched(setup.batch, collation_fn=list, partial=not setup.drop_last)
+            mix = webdataset.RandomMix(parts, [2 / 3, 1 / 3])
+            rows = webdataset.DataPipeline(mix)
+        batching = webdataset.batched(
+            setup.batch,
+            collation_fn=list,
+            partial=not setup.drop_last,
         )
+        batches = rows.compose(batching)
         return webdataset.WebLoader(batches, batch_size=None, num_workers=setup.workers)
 
     def epoch(self, _epoch: int) -> Iterable[Any]:

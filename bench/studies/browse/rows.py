@@ -4,7 +4,6 @@ of a step of an order or of a run.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -55,7 +54,8 @@ class DatasetRows:
         self.layers = tuple(layers)
         self.orders: dict[str, OrderSpec] = {}
         for file in orders:
-            self.orders[Path(file).stem] = load_yaml(file, OrderSpec).resolved()
+            order = load_yaml(file, OrderSpec)
+            self.orders[Path(file).stem] = order.resolved()
         self.run: RunSteps | None = None
         if ledger is not None:
             from fuelrail.bench.studies.runs.steps import RunSteps
@@ -70,9 +70,11 @@ class DatasetRows:
 
     def names(self) -> list[str]:
         """Return the names that filters and captions may use."""
-        splits = [split for split, entry in self.dataset.splits.items() if entry.num_samples]
-        names = itertools.chain.from_iterable(self._joined(split).names for split in splits)
-        return list(dict.fromkeys(names))
+        names: dict[str, None] = {}
+        for split, entry in self.dataset.splits.items():
+            if entry.num_samples:
+                names |= dict.fromkeys(self._joined(split).names)
+        return list(names)
 
     def page(self, query: Query) -> dict[str, Any]:
         """Return the part that is asked for of the rows that a filter selects, with attributes; and
@@ -80,13 +82,15 @@ class DatasetRows:
         """
         rows = self.select(query.filter, query.split)
         names = query.columns.split("\n") if query.columns else ()
-        return {"total": len(rows), "rows": self._tiles(rows[query.place], names)}
+        tiles = self._tiles(rows[query.place], names)
+        return {"total": len(rows), "rows": tiles}
 
     def clips(self, query: Query) -> dict[str, Any]:
         """Do the same for clips, each by its first row."""
         rows, counts = self._clips(query.filter, query.split)
         tiles = self._tiles(rows[query.place])
-        for tile, num_frames in zip(tiles, counts[query.place].tolist(), strict=True):
+        nums_frames = counts[query.place].tolist()
+        for tile, num_frames in zip(tiles, nums_frames, strict=True):
             tile["num_frames"] = num_frames
         return {"total": len(rows), "rows": tiles}
 
@@ -111,11 +115,9 @@ class DatasetRows:
         start = max(place - _MAX_SAMPLES // 2, 0)
         window = rows[start : start + _MAX_SAMPLES]
         times_ns = index.column("timestamp_ns", first, end)[window - first]
-        return {
-            "rows": window,
-            "seconds": (times_ns - times_ns[0]) / 1e9,
-            "is_cut": len(window) < len(rows) or not self._is_whole,
-        }
+        seconds = (times_ns - times_ns[0]) / 1e9
+        is_cut = len(window) < len(rows) or not self._is_whole
+        return {"rows": window, "seconds": seconds, "is_cut": is_cut}
 
     def step_of_order(self, query: Query) -> dict[str, Any]:
         """Return the samples of a step of an epoch under an order file.
@@ -130,10 +132,11 @@ class DatasetRows:
         is_real = batching.valid(query.step)
         positions = batching.positions(query.step)[is_real]
         entries = order.epoch(query.epoch).entries(positions)
+        samples = entries.samples[entries.valid]
         first = self.dataset.split(query.split).first_sample
         return {
             "num_steps": batching.num_steps,
-            "rows": self._tiles(first + entries.samples[entries.valid]),
+            "rows": self._tiles(first + samples),
             "text": f"epoch {query.epoch}, step {query.step:,} of {batching.num_steps:,}",
         }
 
@@ -150,7 +153,8 @@ class DatasetRows:
         for key in samples.keys:
             row = self.dataset.find(key)
             if row is None:
-                tiles.append({"row": -1, "key": key, "clip": "", "values": {}})
+                tile = {"row": -1, "key": key, "clip": "", "values": {}}
+                tiles.append(tile)
             else:
                 tiles += self._tiles(range(row, row + 1))
         return {
@@ -172,32 +176,34 @@ class DatasetRows:
         tiles = []
         for row in numbers:
             entry = self.dataset.index.row(row)
-            tiles.append(
-                {
-                    "row": row,
-                    "key": entry.key,
-                    "clip": entry.clip_id,
-                    "values": {name: values[row].get(name) for name in names},
-                }
-            )
+            tile = {
+                "row": row,
+                "key": entry.key,
+                "clip": entry.clip_id,
+                "values": {name: values[row].get(name) for name in names},
+            }
+            tiles.append(tile)
         return tiles
 
     def _select(self, text: str, split: str) -> Rows:
         """Return the rows of a split, or of all, that a filter selects; a range where there is
         none.
         """
-        if not text.strip() and not split:
+        has_filter = bool(text.strip())
+        if not has_filter and not split:
             return range(len(self.dataset))
+        splits = list(self.dataset.splits.items())
+        splits.sort(key=lambda item: item[1].first_sample)
         parts = [np.empty(0, np.int64)]
-        splits = self.dataset.splits.items()
-        for name, entry in sorted(splits, key=lambda item: item[1].first_sample):
+        for name, entry in splits:
             if not entry.num_samples or split not in ("", name):
                 continue
             samples = np.arange(entry.num_samples)
-            if text.strip():
+            if has_filter:
                 attributes = self._joined(name)
                 condition = Filter(text, attributes.names)
-                samples = condition.select(attributes.read(condition.columns), len(samples))
+                columns = attributes.read(condition.columns)
+                samples = condition.select(columns, len(samples))
             parts.append(entry.first_sample + samples)
         return np.concatenate(parts)
 
@@ -209,11 +215,13 @@ class DatasetRows:
         numbers = self._clip_numbers()[rows]
         _, places, counts = np.unique(numbers, return_index=True, return_counts=True)
         in_order = np.argsort(places)
-        return rows[places[in_order]], counts[in_order]
+        first_rows = rows[places[in_order]]
+        return first_rows, counts[in_order]
 
     def _compile(self, name: str, split: str, global_batch: int) -> EndlessOrder:
         if name not in self.orders:
-            raise ConfigError(f"no order {name!r}; given with --order: {', '.join(self.orders)}")
+            names = ", ".join(self.orders)
+            raise ConfigError(f"no order {name!r}; given with --order: {names}")
         return compile_order(
             self.orders[name],
             self.dataset,

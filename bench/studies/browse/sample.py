@@ -51,7 +51,10 @@ class DatasetSamples:
     """
 
     def __init__(
-        self, dataset: Dataset, layers: Sequence[Layer], images: Mapping[str, ImageAugment]
+        self,
+        dataset: Dataset,
+        layers: Sequence[Layer],
+        images: Mapping[str, ImageAugment],
     ) -> None:
         """``images`` are settings by name, for samples as a loader augments them."""
         self.dataset = dataset
@@ -62,14 +65,15 @@ class DatasetSamples:
         self.lidars = [lidar.channel for lidar in manifest.lidars]
         self.places = [self.cameras.index(name) for name in drawing.placed(self.cameras)]
         """The numbers of the cameras in the order in which they are placed."""
-        self.colours = {
-            number: "#" + bytes(drawing.colour_of(number)).hex()
-            for number in range(-1, len(manifest.classes))
-        }
+        self.colours: dict[int, str] = {}
         """The colour of each class by its number; -1 is that of other labels."""
-        self.channels = [
-            channel for channel in manifest.extra_channels if KINDS.find(channel.kind) is not None
-        ]
+        for number in range(-1, len(manifest.classes)):
+            colour = bytes(drawing.colour_of(number))
+            self.colours[number] = "#" + colour.hex()
+        self.channels: list[Channel] = []
+        for channel in manifest.extra_channels:
+            if KINDS.find(channel.kind) is not None:
+                self.channels.append(channel)
         storage = open_storage(dataset)
         self._reader = SampleReader(dataset, storage=LayeredStorage(storage))
         self._num_come: dict[tuple[int, int], int] = {}
@@ -95,14 +99,16 @@ class DatasetSamples:
         """Return all of a sample but its pixels and points; of one that cannot be read, the place
         of its bytes and the ``error``.
         """
-        place = _describe_place(self.dataset, self.dataset.index.row(row))
+        entry = self.dataset.index.row(row)
+        place = _describe_place(self.dataset, entry)
         try:
             sample = self.sample(row)
             layers = {}
             for layer in self.layers:
                 placed = layer.find(row, sample.key)
                 if placed is not None:
-                    layers[layer.name] = _describe_place(layer.data, placed[1])
+                    _, layer_entry = placed
+                    layers[layer.name] = _describe_place(layer.data, layer_entry)
         except FuelrailError as error:
             return {"place": place, "error": str(error)}
         boxes = sample.boxes
@@ -111,7 +117,8 @@ class DatasetSamples:
         ego2img = sample.geometry.ego2img()
         cameras = []
         for number, name in enumerate(self.cameras):
-            late_ns = int(sample.geometry.cam_timestamp_ns[number]) - sample.meta.timestamp_ns
+            timestamp_ns = int(sample.geometry.cam_timestamp_ns[number])
+            late_ns = timestamp_ns - sample.meta.timestamp_ns
             meta = sample.meta.cameras.get(name)
             size = sample.geometry.img_wh[number]
             camera = {
@@ -123,35 +130,40 @@ class DatasetSamples:
                 "boxes": drawing.seen_boxes(corners, ego2img[number], size),
             }
             cameras.append(camera)
-        classes = self.dataset.manifest.classes
-        outlines = []
-        for number, label in enumerate([] if boxes is None else boxes.label.tolist()):
-            assert boxes is not None
-            outline = {
-                "label": label,
-                "name": classes[label] if label >= 0 else "other",
-                "box": boxes3d[number].astype(float).round(2),
-                "speed": float(np.linalg.norm(boxes.velocity[number, :2])),
-                "points": int(boxes.num_lidar_pts[number]),
-                "track": f"{int(boxes.instance_id[number]) % 2**64:x}",
-                "outline": corners[number, drawing.OUTLINE, :2].round(3),
-            }
-            outlines.append(outline)
+        outlines = None
+        if boxes is not None:
+            classes = self.dataset.manifest.classes
+            outlines = []
+            for number, label in enumerate(boxes.label.tolist()):
+                velocity = boxes.velocity[number, :2]
+                track = int(boxes.instance_id[number]) % 2**64
+                outline = {
+                    "label": label,
+                    "name": classes[label] if label >= 0 else "other",
+                    "box": boxes3d[number].astype(float).round(2),
+                    "speed": float(np.linalg.norm(velocity)),
+                    "points": int(boxes.num_lidar_pts[number]),
+                    "track": f"{track:x}",
+                    "outline": corners[number, drawing.OUTLINE, :2].round(3),
+                }
+                outlines.append(outline)
         # The values of all further channels in words, and where they are drawn.
         values, faults = self._values(row)
         channels: list[dict[str, Any]] = []
         for name, (channel, value) in values.items():
-            entry: dict[str, Any] = {"name": name, "text": drawing.value_in_words(channel, value)}
+            text = drawing.value_in_words(channel, value)
+            fields: dict[str, Any] = {"name": name, "text": text}
             law = channel.law
             if law.name == "ego_grid":
-                entry["ground"] = law.extent_m
+                fields["ground"] = law.extent_m
             elif law.name in drawing.ON_IMAGES and law.camera in self.cameras:
                 number = self.cameras.index(law.camera)
                 size = sample.geometry.img_wh[number]
-                entry["camera"] = number
-                entry |= drawing.shapes_on_image(channel, value, size)
-            channels.append(entry)
-        channels += [{"name": name, "text": text} for name, text in faults.items()]
+                fields["camera"] = number
+                fields |= drawing.shapes_on_image(channel, value, size)
+            channels.append(fields)
+        for name, text in faults.items():
+            channels.append({"name": name, "text": text})
         facts: dict[str, Any] = msgspec.to_builtins(sample.meta)
         del facts["cameras"]
         for name, value in facts.items():
@@ -161,7 +173,7 @@ class DatasetSamples:
             "place": place,
             "layers": layers,
             "cameras": cameras,
-            "boxes": None if boxes is None else outlines,
+            "boxes": outlines,
             "num_points": [len(sample.points.get(name, ())) for name in self.lidars],
             "channels": channels,
             "meta": facts,
@@ -174,18 +186,20 @@ class DatasetSamples:
         if not self.dataset.index.has_row(row):
             return {"come": 0, "all": 0}
         entry = self.dataset.index.row(row)
-        place = entry.shard, entry.offset
-        return {"come": self._num_come.get(place, 0), "all": entry.length}
+        num_come = self._num_come.get((entry.shard, entry.offset), 0)
+        return {"come": num_come, "all": entry.length}
 
     def image(self, row: int, camera: int) -> tuple[str, bytes]:
         """Return the media type and the bytes of an image as stored.
 
         Raises ConfigError where there is none, ImageError where it is none.
         """
-        encoded = self.sample(row).images.get(self._camera(camera))
+        sample = self.sample(row)
+        encoded = sample.images.get(self._camera(camera))
         if encoded is None:
             raise ConfigError("the sample has no image of this camera")
-        return f"image/{probe(encoded).format}", bytes(encoded)
+        info = probe(encoded)
+        return f"image/{info.format}", bytes(encoded)
 
     def points(self, row: int, lidar: int) -> tuple[str, bytes]:
         """Return points of a lidar in ego, (x, y, z) of each, float32, little-endian."""
@@ -196,10 +210,11 @@ class DatasetSamples:
         points = sample.points[name][:, :3]
         lidar2ego = sample.geometry.lidar2keyego(lidar)
         step = len(points) // _MAX_POINTS + 1
+        points = points[::step].astype(np.float64)
         with np.errstate(all="ignore"):
-            moved = move_points(points[::step].astype(np.float64), lidar2ego).astype("<f4")
-        is_finite = np.isfinite(moved).all(1)
-        return "application/octet-stream", moved[is_finite].tobytes()
+            points = move_points(points, lidar2ego).astype("<f4")
+        is_finite = np.isfinite(points).all(1)
+        return "application/octet-stream", points[is_finite].tobytes()
 
     def raster(self, row: int, name: str) -> tuple[str, bytes]:
         """Return a channel on an image, or on the ground from above, in colours: a PNG that is
@@ -215,7 +230,9 @@ class DatasetSamples:
         if channel.law.name == "ego_grid":
             raster = drawing.grid_from_above(channel, raster)
         mask, colours = drawing.colour_raster(raster, channel.law.fill or 0.0)
-        return "image/png", drawing.png(np.dstack([mask * np.uint8(255), colours]))
+        alpha = mask * np.uint8(255)
+        pixels = np.dstack([alpha, colours])
+        return "image/png", drawing.png(pixels)
 
     def as_loaded(self, query: Query) -> list[dict[str, Any]]:
         """Return the cameras of a sample as a loader augments them, with boxes.
@@ -245,15 +262,14 @@ class DatasetSamples:
                 labels = frame.boxes.label.tolist()
                 for box in boxes:
                     box["label"] = labels[box["box"]]
-            cameras.append(
-                {
-                    "name": channel,
-                    "size": size,
-                    "boxes": boxes,
-                    "turned": drawing.turn_text(frame.ida_mat[number]),
-                    "image": _jpeg(pixels),  # base64 in JSON
-                }
-            )
+            camera = {
+                "name": channel,
+                "size": size,
+                "boxes": boxes,
+                "turned": drawing.turn_text(frame.ida_mat[number]),
+                "image": _jpeg(pixels),  # base64 in JSON
+            }
+            cameras.append(camera)
         return cameras
 
     def _read_sample(self, row: int) -> Sample:
@@ -268,7 +284,8 @@ class DatasetSamples:
         info = probe(encoded)
         width = min(width, info.width)
         height = max(round(info.height * width / info.width), 1)
-        return "image/jpeg", _jpeg(decode_jpeg(encoded, size=(width, height)))
+        pixels = decode_jpeg(encoded, size=(width, height))
+        return "image/jpeg", _jpeg(pixels)
 
     def _read_values(self, row: int) -> tuple[Values, dict[str, str]]:
         """Return channel and value of all further channels that a sample has, with those of layers;
@@ -289,11 +306,15 @@ class DatasetSamples:
         for layer in self.layers:
             try:
                 place = layer.find(row, sample.key)
-                parts = {} if place is None else layer.data.read(place[0])
+                if place is None:
+                    continue
+                layer_row, _ = place
+                parts = layer.data.read(layer_row)
             except FuelrailError as error:
                 faults[layer.name] = str(error)
                 continue
-            for stored, joined in zip(layer.manifest.channels, layer.channels, strict=True):
+            channels = zip(layer.manifest.channels, layer.channels, strict=True)
+            for stored, joined in channels:
                 if stored.name in parts:
                     values[joined.name] = joined, parts[stored.name]
         fields = {channel.field for channel in self.channels}
@@ -310,18 +331,26 @@ class DatasetSamples:
 
 def _describe_place(data: Dataset, entry: IndexRow) -> dict[str, Any]:
     """Return where a sample's bytes are."""
+    members = []
+    for member in entry.members:
+        facts = (
+            member.name,
+            member.offset,
+            member.stored_bytes,
+            member.raw_bytes,
+            member.codec,
+        )
+        members.append(facts)
     return {
         "key": entry.key,
         "shard": data.shards.name_of(entry),
         "offset": entry.offset,
         "length": entry.length,
         "xxh3": f"{entry.xxh3:016x}",
-        "members": [
-            (member.name, member.offset, member.stored_bytes, member.raw_bytes, member.codec)
-            for member in entry.members
-        ],
+        "members": members,
     }
 
 
 def _jpeg(pixels: NDArray[np.uint8]) -> bytes:
-    return bytes(simplejpeg.encode_jpeg(pixels, quality=_QUALITY, colorspace="RGB"))
+    encoded = simplejpeg.encode_jpeg(pixels, quality=_QUALITY, colorspace="RGB")
+    return bytes(encoded)

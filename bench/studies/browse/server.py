@@ -64,7 +64,8 @@ class BrowseOptions(CheckedSettings, frozen=True, kw_only=True):
     ] = ()
     ledger: Annotated[str | None, flag("ledger of a run to show steps of", metavar="FILE")] = None
     image: Annotated[
-        str | None, flag("image settings of a loader, beside the presets", metavar="YAML")
+        str | None,
+        flag("image settings of a loader, beside the presets", metavar="YAML"),
     ] = None
 
 
@@ -80,7 +81,12 @@ class Answer(NamedTuple):
 class Browser:
     """A dataset at ``url``, served from threads of its own until it is closed."""
 
-    def __init__(self, rows: DatasetRows, samples: DatasetSamples, port: int = 0) -> None:
+    def __init__(
+        self,
+        rows: DatasetRows,
+        samples: DatasetSamples,
+        port: int = 0,
+    ) -> None:
         """Serve at once; raises ConfigError where the port is taken."""
         self._rows = rows
         self._samples = samples
@@ -105,8 +111,9 @@ class Browser:
             "/points": lambda query: samples.points(query.row, query.sensor),
         }
         self._token = secrets.token_urlsafe(24)
+        handler = partial(_Handler, self.answer)
         try:
-            self._server = ThreadingHTTPServer(("127.0.0.1", port), partial(_Handler, self.answer))
+            self._server = ThreadingHTTPServer(("127.0.0.1", port), handler)
         except OSError as error:
             raise ConfigError(f"port {port}: {error.strerror}; 0 takes any free one") from error
         port = self._server.server_address[1]
@@ -142,7 +149,12 @@ class Browser:
             return _refuse(400, "the address cannot be read")
         if url.path == "/" and self._is_token(fields.get("token", "")):
             cookie = f"{self._cookie}={self._token}; Path=/; HttpOnly; SameSite=Strict"
-            return Answer(303, "text/plain", b"", {"Set-Cookie": cookie, "Location": "/"})
+            return Answer(
+                status=303,
+                media_type="text/plain",
+                body=b"",
+                headers={"Set-Cookie": cookie, "Location": "/"},
+            )
         values = {}
         for part in cookies.split(";"):
             name, _, value = part.strip().partition("=")
@@ -151,7 +163,8 @@ class Browser:
             return _refuse(403, "open the address that `fuelrail browse` printed")
         if url.path in self._files:
             file = self._files[url.path]
-            return Answer(200, f"{_TYPES[file.suffix]}; charset=utf-8", file.read_bytes())
+            media_type = f"{_TYPES[file.suffix]}; charset=utf-8"
+            return Answer(200, media_type, file.read_bytes())
         if site not in ("", "none", "same-origin"):
             return _refuse(403, "a page of another site asked")
         if url.path not in self._calls:
@@ -167,8 +180,10 @@ class Browser:
             return _refuse(422, str(error))
         except MemoryError:
             return _refuse(422, "there is no memory for it")
-        is_file = isinstance(result, tuple)
-        return Answer(200, *result) if is_file else _json(200, _plain(result))
+        if isinstance(result, tuple):
+            media_type, body = result
+            return Answer(200, media_type, body)
+        return _json(200, _plain(result))
 
     def _is_token(self, text: str) -> bool:
         return hmac.compare_digest(text.encode(), self._token.encode())
@@ -176,6 +191,7 @@ class Browser:
     def _describe(self) -> dict[str, Any]:
         dataset = self._rows.dataset
         manifest = dataset.manifest
+        run = self._rows.run
         return {
             "name": manifest.name,
             "location": dataset.location,
@@ -192,7 +208,7 @@ class Browser:
             "images": list(self._samples.images),
             "layers": [layer.name for layer in self._rows.layers],
             "orders": list(self._rows.orders),
-            "num_steps_of_run": None if self._rows.run is None else len(self._rows.run),
+            "num_steps_of_run": None if run is None else len(run),
         }
 
 
@@ -218,7 +234,12 @@ class _Handler(BaseHTTPRequestHandler):
         )
         self._send(answer)
 
-    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+    def send_error(
+        self,
+        code: int,
+        message: str | None = None,
+        explain: str | None = None,
+    ) -> None:
         self.close_connection = True
         self._send(_refuse(code, message or explain or "this is no request"))
 
@@ -232,7 +253,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(answer.status)
         self.send_header("Content-Type", answer.media_type)
         self.send_header("Content-Length", str(len(answer.body)))
-        for name, value in {**_HEADERS, **answer.headers}.items():
+        headers = {**_HEADERS, **answer.headers}
+        for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(answer.body)
@@ -259,11 +281,13 @@ def browse(
         files = {file.stem: file} | files
     images = {name: load_yaml(file, ImageAugment) for name, file in files.items()}
     rows = DatasetRows(opened, layers, options.order, options.ledger)
-    return Browser(rows, DatasetSamples(opened, layers, images), options.port)
+    samples = DatasetSamples(opened, layers, images)
+    return Browser(rows, samples, options.port)
 
 
 def _json(status: int, value: Any) -> Answer:
-    return Answer(status, "application/json", msgspec.json.encode(value))
+    body = msgspec.json.encode(value)
+    return Answer(status, "application/json", body)
 
 
 def _refuse(status: int, text: str) -> Answer:
@@ -275,9 +299,12 @@ def _plain(value: Any) -> Any:
     lists.
     """
     if isinstance(value, str):
-        return "\n".join(shortened(line, _MAX_TEXT) for line in value[:_MAX_TEXT].split("\n"))
+        lines = value[:_MAX_TEXT].split("\n")
+        return "\n".join(shortened(line, _MAX_TEXT) for line in lines)
     if isinstance(value, dict):
         return {_plain(str(name)): _plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
-    return value.tolist() if isinstance(value, np.ndarray) else value
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    return value

@@ -50,12 +50,10 @@ def measure(options: CommOptions) -> CommReport:
     backend = options.backend
     if backend == "auto":
         backend = "nccl" if cuda else "gloo"
-    device = (
-        torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        if backend == "nccl"
-        else torch.device("cpu")
-    )
-    if device.type == "cuda":
+    device = torch.device("cpu")
+    if backend == "nccl":
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     dist.init_process_group(backend)
     try:
@@ -72,7 +70,8 @@ def measure(options: CommOptions) -> CommReport:
         assert everyone is not None, "the process group is initialised"
         mesh = None
         if options.mesh is not None:
-            mesh = make_mesh(degrees_of(ParallelSettings(mesh=options.mesh), world), device.type)
+            degrees = degrees_of(ParallelSettings(mesh=options.mesh), world)
+            mesh = make_mesh(degrees, device.type)
         if mesh is not None:
             axes = {axis: mesh.get_group(axis) for axis in mesh.mesh_dim_names or ()}
             groups = {axis: group for axis, group in axes.items() if group.size() > 1}
@@ -85,7 +84,8 @@ def measure(options: CommOptions) -> CommReport:
             for kind, size in itertools.product(KINDS, sizes):
                 ranks = group.size()
                 elements = max(1, size // 4 // ranks) * ranks
-                collective = _collective(kind, group, torch.ones(elements, device=device))
+                tensor = torch.ones(elements, device=device)
+                collective = _collective(kind, group, tensor)
                 times = []
                 for number in range(options.warmup + options.repeats):
                     dist.barrier(group)
@@ -95,23 +95,24 @@ def measure(options: CommOptions) -> CommReport:
                     _wait(device)
                     if number >= options.warmup:
                         times.append(time.perf_counter() - started_s)
-                slowest = torch.tensor(statistics.median(times), device=device, dtype=torch.float64)
+                median_s = statistics.median(times)
+                slowest = torch.tensor(median_s, device=device, dtype=torch.float64)
                 dist.all_reduce(slowest, dist.ReduceOp.MAX)
-                collectives.append(
-                    timed(
-                        kind,
-                        axis=axis,
-                        ranks=ranks,
-                        num_bytes=elements * 4,
-                        seconds=float(slowest),
-                    )
+                timed_collective = timed(
+                    kind,
+                    axis=axis,
+                    ranks=ranks,
+                    num_bytes=elements * 4,
+                    seconds=float(slowest),
                 )
-        uses_by_host: list[tuple[str, CpuUse]] = [("", watch.use())] * world
-        dist.all_gather_object(uses_by_host, (os.uname().nodename, watch.use()))
-        uses = [
-            combine_host_uses([use for name, use in uses_by_host if name == host])
-            for host in dict(uses_by_host)
-        ]
+                collectives.append(timed_collective)
+        uses_by_rank: list[tuple[str, CpuUse]] = [("", watch.use())] * world
+        dist.all_gather_object(uses_by_rank, (os.uname().nodename, watch.use()))
+        uses_by_host: dict[str, list[CpuUse]] = {}
+        for host, use in uses_by_rank:
+            uses_by_host.setdefault(host, []).append(use)
+        uses = [combine_host_uses(uses_of_host) for uses_of_host in uses_by_host.values()]
+        disturbances = [use.disturbed for use in uses if use.disturbed is not None]
         warnings = []
         if cuda and backend == "gloo":
             warnings.append(
@@ -130,10 +131,7 @@ def measure(options: CommOptions) -> CommReport:
             options=options,
             timed=collectives,
             warnings=warnings,
-            disturbed=next(
-                (use.disturbed for use in uses if use.disturbed is not None),
-                None,
-            ),
+            disturbed=disturbances[0] if disturbances else None,
         )
     finally:
         dist.destroy_process_group()
@@ -144,7 +142,11 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _collective(kind: Kind, group: dist.ProcessGroup, tensor: torch.Tensor) -> Callable[[], object]:
+def _collective(
+    kind: Kind,
+    group: dist.ProcessGroup,
+    tensor: torch.Tensor,
+) -> Callable[[], object]:
     """Return the function that reduces, gathers or scatters the tensor, or sends it to the next
     rank.
     """
@@ -161,7 +163,8 @@ def _collective(kind: Kind, group: dist.ProcessGroup, tensor: torch.Tensor) -> C
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         return lambda: scatter(part, tensor, group=group)
     received = torch.empty_like(tensor)
-    to, source = (dist.get_global_rank(group, (rank + step) % ranks) for step in (1, -1))
+    to = dist.get_global_rank(group, (rank + 1) % ranks)
+    source = dist.get_global_rank(group, (rank - 1) % ranks)
 
     def send() -> None:
         works = dist.batch_isend_irecv(

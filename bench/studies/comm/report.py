@@ -87,7 +87,13 @@ class CommReport(ReportHead, frozen=True, kw_only=True):
     timed: list[TimedCollective]
 
 
-def timed(kind: Kind, axis: str, ranks: int, num_bytes: int, seconds: float) -> TimedCollective:
+def timed(
+    kind: Kind,
+    axis: str,
+    ranks: int,
+    num_bytes: int,
+    seconds: float,
+) -> TimedCollective:
     """Return the bandwidths of a measured time."""
     factor = 1.0 if kind == "send_recv" else sent_bytes(kind, ranks, 1)
     rate = num_bytes / seconds / 1e9

@@ -30,7 +30,12 @@ from fuelrail.pipeline.errors import ConfigError, FuelrailError
 CLUSTER_YAML = "cluster.yaml"
 
 
-def run_comm(options: CommOptions, out: Path, *, html: bool = True) -> CommReport | None:
+def run_comm(
+    options: CommOptions,
+    out: Path,
+    *,
+    html: bool = True,
+) -> CommReport | None:
     """Measure and write into ``out``; None on ranks of torchrun other than the first, which write
     nothing.
 

@@ -20,7 +20,9 @@ _POLL_S = 0.005
 
 @contextlib.contextmanager
 def process_group(
-    command: Sequence[str], environment: Mapping[str, str], log: Path
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    log: Path,
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Start it, with ``log`` for what it says; it is killed, its workers as well, when the context
     ends.

@@ -110,17 +110,16 @@ class LapProcess:
         end_s = time.monotonic()
         all_s = _since(all_s, all_cpu_s())
         stolen_s = _since(stolen_s, stolen_cpu_s())
-        self._laps.append(
-            _Lap(
-                begin_s=begin_s,
-                end_s=end_s,
-                cpu_s=tree_cpu_s(pid) - own_s,
-                all_cpu_s=all_s,
-                stolen_cpu_s=stolen_s,
-                clock_jump_s=clock_jump_s() - jump_s,
-                memory_bytes=tree_memory_bytes(pid),
-            )
+        lap = _Lap(
+            begin_s=begin_s,
+            end_s=end_s,
+            cpu_s=tree_cpu_s(pid) - own_s,
+            all_cpu_s=all_s,
+            stolen_cpu_s=stolen_s,
+            clock_jump_s=clock_jump_s() - jump_s,
+            memory_bytes=tree_memory_bytes(pid),
         )
+        self._laps.append(lap)
 
     def timed(self, first_lap: int = 0) -> Timed:
         """Return the measurements from ``first_lap`` on; there must be at least one lap."""

@@ -108,8 +108,9 @@ def reasons_left_out(contestants: Iterable[ContestantResult]) -> list[str]:
     for contestant in contestants:
         if contestant.left_out is not None:
             cause = _NUMBER.sub("\0", contestant.left_out)
+            numbers_of_reason = _NUMBER.findall(contestant.left_out)
             names.setdefault(cause, []).append(contestant.name)
-            numbers.setdefault(cause, []).append(_NUMBER.findall(contestant.left_out))
+            numbers.setdefault(cause, []).append(numbers_of_reason)
     lines = []
     for cause, affected in names.items():
         ranges = []
@@ -118,23 +119,34 @@ def reasons_left_out(contestants: Iterable[ContestantResult]) -> list[str]:
             high = max(values, key=float)
             ranges.append(low if low == high else f"{low} to {high}")
         parts = cause.split("\0")
-        reason = "".join(part + number for part, number in zip_longest(parts, ranges, fillvalue=""))
+        pairs = zip_longest(parts, ranges, fillvalue="")
+        reason = "".join(part + number for part, number in pairs)
         lines.append(f"{', '.join(affected)}: {reason}")
     return lines
 
 
-def make_run(round_number: int, timed: Timed, beside: Timed | None, images_per_batch: int) -> Run:
+def make_run(
+    round_number: int,
+    timed: Timed,
+    beside: Timed | None,
+    images_per_batch: int,
+) -> Run:
     """Judge one run by the times at which its batches came, and the reference's laps ``beside``
     it likewise.
     """
     rate, doubt = _rate(timed, images_per_batch)
+    reference_rate = None
+    if beside is not None:
+        reference_rate, _ = _rate(beside, images_per_batch)
+    num_batches = len(timed.arrival_s)
+    num_images = max(num_batches, 1) * images_per_batch
     return Run(
         round=round_number,
         images_per_s=rate,
-        reference_images_per_s=None if beside is None else _rate(beside, images_per_batch)[0],
+        reference_images_per_s=reference_rate,
         first_batch_s=timed.first_batch_s,
-        num_batches=len(timed.arrival_s),
-        cpu_s_per_1000_images=1e3 * timed.cpu_s / (max(len(timed.arrival_s), 1) * images_per_batch),
+        num_batches=num_batches,
+        cpu_s_per_1000_images=1e3 * timed.cpu_s / num_images,
         peak_memory_bytes=timed.peak_memory_bytes,
         others_cpus=timed.others_cpus,
         stolen_cpus=timed.stolen_cpus,
@@ -148,31 +160,26 @@ def _rate(timed: Timed, images_per_batch: int) -> tuple[float | None, str | None
     It is the slope of the line through the arrivals, by least squares: with several workers batches
     come in bursts, and first-to-last would depend on where a burst is cut.
     """
-    gaps = np.diff(timed.arrival_s)
+    num_batches = len(timed.arrival_s)
     if abs(timed.clock_jump_s) > CLOCK_JUMP_S:
-        return (
-            None,
-            (
-                f"the wall clock jumped by {timed.clock_jump_s:+.1f} s: it was set, or the "
-                "machine slept"
-            ),
+        doubt = (
+            f"the wall clock jumped by {timed.clock_jump_s:+.1f} s: it was set, or the machine "
+            "slept"
         )
-    if len(timed.arrival_s) < MIN_BATCHES:
-        return (
-            None,
-            (
-                f"{len(timed.arrival_s)} batches are too few: {MIN_BATCHES} are needed; give it "
-                "more --seconds"
-            ),
+        return None, doubt
+    if num_batches < MIN_BATCHES:
+        doubt = (
+            f"{num_batches} batches are too few: {MIN_BATCHES} are needed; give it more --seconds"
         )
-    if gaps.max() > max(_PAUSE_S, _PAUSE_FACTOR * float(np.median(gaps))):
-        return (
-            None,
-            f"nothing came for {gaps.max():.1f} s: something stopped the process",
-        )
-    return float(
-        np.polyfit(timed.arrival_s, np.arange(len(timed.arrival_s)), 1)[0]
-    ) * images_per_batch, None
+        return None, doubt
+    gaps = np.diff(timed.arrival_s)
+    longest_s = gaps.max()
+    usual_s = max(_PAUSE_S, _PAUSE_FACTOR * float(np.median(gaps)))
+    if longest_s > usual_s:
+        doubt = f"nothing came for {longest_s:.1f} s: something stopped the process"
+        return None, doubt
+    slope, _ = np.polyfit(timed.arrival_s, np.arange(num_batches), 1)
+    return float(slope) * images_per_batch, None
 
 
 def build_compare_report(
@@ -193,16 +200,17 @@ def build_compare_report(
         good = [run for run in entry.runs if run.images_per_s is not None]
         rates = [run.images_per_s for run in good if run.images_per_s is not None]
         if rates:
-            ratios = [
-                run.reference_images_per_s / rate
-                for run, rate in zip(good, rates, strict=True)
-                if run.reference_images_per_s is not None
-            ]
+            ratios = []
+            for run, rate in zip(good, rates, strict=True):
+                if run.reference_images_per_s is not None:
+                    ratios.append(run.reference_images_per_s / rate)
+            cpu_s = np.median([run.cpu_s_per_1000_images for run in good])
+            first_batch_s = np.median([run.first_batch_s for run in good])
             figures = ContestantFigures(
                 images_per_s=interval_of(rates),
-                cpu_s_per_1000_images=float(np.median([run.cpu_s_per_1000_images for run in good])),
+                cpu_s_per_1000_images=float(cpu_s),
                 peak_memory_bytes=max(run.peak_memory_bytes for run in good),
-                first_batch_s=float(np.median([run.first_batch_s for run in good])),
+                first_batch_s=float(first_batch_s),
                 ours_times_as_fast=ratio_interval(ratios) if ratios else None,
             )
         judged.append(msgspec.structs.replace(entry, figures=figures))

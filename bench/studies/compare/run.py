@@ -152,7 +152,11 @@ class Workshop:
         return reason
 
     def check(
-        self, contestant: Contestant, least_psnr_db: float, *, whole_epoch: bool
+        self,
+        contestant: Contestant,
+        least_psnr_db: float,
+        *,
+        whole_epoch: bool,
     ) -> tuple[Check | None, str | None]:
         """Hold the contestant's images against the definition; the check, and why it must not be
         timed.
@@ -185,11 +189,13 @@ class Workshop:
         Who is first changes from lap to lap, so that a machine that becomes faster or slower
         favours neither.
         """
-        reference = next(
-            (contestant for contestant in turns if contestant.name == REFERENCE),
-            None,
-        )
-        rivals = [contestant for contestant in turns if contestant != reference]
+        reference = None
+        rivals = []
+        for contestant in turns:
+            if contestant.name == REFERENCE:
+                reference = contestant
+            else:
+                rivals.append(contestant)
         with contextlib.ExitStack() as stack:
             pacer = None
             if reference is not None:
@@ -199,9 +205,8 @@ class Workshop:
                     reference = pacer = None
             for contestant in rivals:
                 if pacer is not None:
-                    read_through(
-                        self._dataset.root
-                    )  # it was idle while the one before started and ran
+                    # It was idle while the one before started and ran.
+                    read_through(self._dataset.root)
                 yield self._race(contestant, pacer)
             if reference is not None and pacer is not None:
                 if not rivals:
@@ -216,18 +221,20 @@ class Workshop:
         with self._started(contestant) as runner:
             if not self._begin(runner):
                 return Measured(contestant, None, failure=_failure(runner.files))
-            first = 0 if pacer is None else pacer.process.num_laps
-            runners = (runner,) if pacer is None else (runner, pacer)
-            for number in range(_NUM_LAPS):
-                for racer in runners if number % 2 == 0 else runners[::-1]:
+            runners = [runner]
+            first = 0
+            if pacer is not None:
+                runners.append(pacer)
+                first = pacer.process.num_laps
+            for _ in range(_NUM_LAPS):
+                for racer in runners:
                     racer.process.lap(self._lap_s)
+                runners.reverse()
             if not runner.process.is_alive():
                 return Measured(contestant, None, failure=_failure(runner.files))
-            beside = (
-                pacer.process.timed(first)
-                if pacer is not None and pacer.process.is_alive()
-                else None
-            )
+            beside = None
+            if pacer is not None and pacer.process.is_alive():
+                beside = pacer.process.timed(first)
             return Measured(contestant, runner.process.timed(), beside)
 
     @property
@@ -272,16 +279,12 @@ class Workshop:
     ) -> Iterator[_Files]:
         self._data.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".task-", dir=self._data) as folder:
+            place = Path(folder)
             files = _Files(
-                *(
-                    Path(folder) / name
-                    for name in (
-                        "task.json",
-                        "result.json",
-                        "arrivals",
-                        "output.log",
-                    )
-                )
+                task=place / "task.json",
+                result=place / "result.json",
+                arrivals=place / "arrivals",
+                log=place / "output.log",
             )
             task = Task(
                 action=action,

@@ -112,7 +112,11 @@ class _Output(NamedTuple):
     html: bool
 
 
-def open_samples(place: str | os.PathLike[str], options: CompareOptions, data: Path) -> Dataset:
+def open_samples(
+    place: str | os.PathLike[str],
+    options: CompareOptions,
+    data: Path,
+) -> Dataset:
     """Open the dataset, or make one in the data folder: of a source, or of one split of several."""
     kind, colon, _ = os.fspath(place).partition(":")
     if not colon or "/" in kind or Path(place).is_dir():
@@ -124,7 +128,8 @@ def open_samples(place: str | os.PathLike[str], options: CompareOptions, data: P
         if len(dataset.manifest.splits) == 1:
             return dataset
         source = parse_source(f"fuelrail:{dataset.root}", {})
-        clips = dataset.index.clip_ids(entry.first_sample, entry.first_sample + entry.num_samples)
+        end = entry.first_sample + entry.num_samples
+        clips = dataset.index.clip_ids(entry.first_sample, end)
         recipe = make_recipe(splits={split: clips})
         out = data / f"split-{split}"
     else:
@@ -215,18 +220,21 @@ class _Session:
         self._work = work
         path = output.folder / REPORT_JSON
         before = load_compare_report(path) if options.resume and path.exists() else None
-        self._facts = dataset_facts(dataset, next(iter(dataset.manifest.splits)))
+        split = next(iter(dataset.manifest.splits))
+        self._facts = dataset_facts(dataset, split)
         self._machine = machine_facts()
         self._options: dict[str, Any] = {
             "seconds": options.seconds,
             "psnr_db": options.psnr,
             "cpus": list(cpus),
         }
-        self._packages = package_versions(
-            sorted({name for peer in PEERS.values() for name in peer.packages})
-        )
-        self._rounds = before.num_rounds if before else 0
-        self._entries = {entry.name: entry for entry in before.contestants} if before else {}
+        packages = {name for peer in PEERS.values() for name in peer.packages}
+        self._packages = package_versions(sorted(packages))
+        self._rounds = 0
+        self._entries: dict[str, ContestantResult] = {}
+        if before is not None:
+            self._rounds = before.num_rounds
+            self._entries = {entry.name: entry for entry in before.contestants}
         self._cut_off: str | None = None
         self._console = Console(stderr=True, soft_wrap=True)
         if before is not None:
@@ -255,22 +263,23 @@ class _Session:
         self._entrants = []
         for number, contestant in enumerate(entrants):
             name = contestant.name
-            with Progress(
-                f"{name} ({number + 1} of {len(entrants)}): data", self._console
-            ) as progress:
+            place = f"{name} ({number + 1} of {len(entrants)})"
+            with Progress(f"{place}: data", self._console) as progress:
                 earlier = self._entries.get(name)
-                check, reason = (earlier.check, earlier.left_out) if earlier else (None, None)
-                if earlier is None or earlier.left_out is not None:
+                check = earlier.check if earlier else None
+                runs = earlier.runs if earlier else []
+                if earlier is not None and earlier.left_out is None:
+                    reason = workshop.prepare(contestant)
+                else:
                     reason = is_there(contestant.peer) or workshop.prepare(contestant)
                     if reason is None:
-                        progress.update(f"{name} ({number + 1} of {len(entrants)}): images")
-                        counts = contestant.recipe == PEERS[contestant.peer].recipes[-1]
+                        progress.update(f"{place}: images")
+                        last_recipe = PEERS[contestant.peer].recipes[-1]
                         check, reason = workshop.check(
-                            contestant, self._given.psnr, whole_epoch=counts
+                            contestant,
+                            self._given.psnr,
+                            whole_epoch=contestant.recipe == last_recipe,
                         )
-                else:
-                    reason = workshop.prepare(contestant)
-            runs = earlier.runs if earlier else []
             self._entries[name] = ContestantResult(
                 name=name,
                 peer=contestant.peer,
@@ -290,7 +299,9 @@ class _Session:
         """Measure the rounds; write the report after each run, so that nothing measured is lost."""
         images_per_batch = self._work.batch_size * len(self._work.cameras)
         for done in range(self._given.rounds):
-            turns = self._entrants if self._rounds % 2 == 0 else self._entrants[::-1]
+            turns = list(self._entrants)
+            if self._rounds % 2 == 1:
+                turns.reverse()
             with Progress(f"round {self._rounds + 1}", self._console) as progress:
                 for number, measured in enumerate(workshop.round(turns)):
                     name = measured.contestant.name
@@ -309,10 +320,8 @@ class _Session:
                         entry = msgspec.structs.replace(entry, runs=[*entry.runs, run])
                     self._entries[name] = entry
                     text = f"round {self._rounds + 1}, {number + 1} of {len(turns)}: {name}"
-                    progress.update(
-                        text,
-                        (done + (number + 1) / len(turns)) / self._given.rounds,
-                    )
+                    rounds_done = done + (number + 1) / len(turns)
+                    progress.update(text, rounds_done / self._given.rounds)
                     self.publish(cut_off=_UNDER_WAY)
             self._rounds += 1
 

@@ -166,7 +166,8 @@ def build_loader_report(
         num_cameras = len(dataset.cameras)
         cpu_ms = interval_of([run.cpu_ms_per_sample for run in steady])
         # Where one run is to be judged, it is the median run.
-        middle = sorted(steady, key=lambda run: run.samples_per_s or 0.0)[len(steady) // 2]
+        by_rate = sorted(steady, key=lambda run: run.samples_per_s or 0.0)
+        middle = by_rate[len(steady) // 2]
         assert middle.samples_per_s is not None
         assert dataset.mean_sample_bytes is not None, "a split with batches has samples"
         figures = LoaderFigures(
@@ -218,6 +219,8 @@ def build_loader_report(
                 f"The repeats differ by {spread:.0%} of their median: don't trust small "
                 "differences."
             )
+    uses = [run.cpu for run in runs]
+    busiest_host = max(uses, key=lambda cpu: cpu.other_cpus or 0.0)
     return LoaderReport(
         schema=SCHEMA,
         version=VERSION,
@@ -232,7 +235,7 @@ def build_loader_report(
         too_short=too_short,
         cut_off=cut_off,
         interrupted=cut_off is not None,
-        disturbed=max((run.cpu for run in runs), key=lambda cpu: cpu.other_cpus or 0.0).disturbed,
+        disturbed=busiest_host.disturbed,
         warnings=warnings,
     )
 
@@ -347,19 +350,16 @@ def _cpu_bound(
 ) -> Bound:
     dearest = max(alone, key=lambda rate: rate.cpu_ms_per_sample)
     share = min(dearest.cpu_ms_per_sample / cpu_ms_per_sample, 1.0)
-    free_text = (
-        f" that other processes left free of {cpu.usable:g}" if free < cpu.usable - 0.05 else ""
-    )
+    free_text = ""
+    if free < cpu.usable - 0.05:
+        free_text = f" that other processes left free of {cpu.usable:g}"
     finding = (
         f"The CPUs are used up: the loader used {cpu.own_cpus:.1f} of the {free:.1f} "
         f"CPUs{free_text}. '{dearest.name}' makes {share:.0%} of its work: "
         f"{dearest.cpu_ms_per_sample:.1f} ms of CPU time a sample."
     )
-    if (
-        dearest.name == "decode"
-        and jpeg is not None
-        and jpeg.cpu_ms_per_sample >= dearest.cpu_ms_per_sample
-    ):
+    is_decoding = dearest.name == "decode" and jpeg is not None
+    if jpeg is not None and is_decoding and jpeg.cpu_ms_per_sample >= dearest.cpu_ms_per_sample:
         return Bound(  # the loader decodes no more of an image than its crop keeps
             kind="cpu",
             stage="decode",
@@ -369,7 +369,7 @@ def _cpu_bound(
             ),
             advice="Give each rank more CPU cores, store smaller images, or decode on the GPU.",
         )
-    if dearest.name == "decode" and jpeg is not None:
+    if jpeg is not None and is_decoding:
         return Bound(
             kind="cpu",
             stage="decode",

@@ -106,7 +106,11 @@ class Rounds(NamedTuple):
     cut_off: str | None
 
 
-def measure_rounds(dataset: Dataset, options: LoaderOptions, show: Callable[[str], None]) -> Rounds:
+def measure_rounds(
+    dataset: Dataset,
+    options: LoaderOptions,
+    show: Callable[[str], None],
+) -> Rounds:
     """Warm up and measure; ``show`` is called with the current part of the measurement.
 
     Interrupted, it returns the complete rounds; raises KeyboardInterrupt with a message where there

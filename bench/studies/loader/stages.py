@@ -66,22 +66,25 @@ def record_stages(
     """
     loader = _make(_Recorder, dataset, options, device=device)
     with loader:
-        batches = itertools.islice(
-            itertools.chain.from_iterable(itertools.repeat(loader)), num_batches
-        )
-        for _ in batches:
+        batches = itertools.chain.from_iterable(itertools.repeat(loader))
+        for _ in itertools.islice(batches, num_batches):
             pass
         recorded = loader.recorded
-    keep = num_batches * options.batch_size
-    result = []
+    num_samples = num_batches * options.batch_size
+    stages = []
     per_batch = False
     for stage, items in recorded:
         per_batch = per_batch or stage.group is not None
-        result.append(Recorded(stage, items[: num_batches if per_batch else keep], per_batch))
-    return result
+        num_items = num_batches if per_batch else num_samples
+        stages.append(Recorded(stage, items[:num_items], per_batch))
+    return stages
 
 
-def measure_stages(recorded: Sequence[Recorded], batch_size: int, seconds: float) -> list[Rate]:
+def measure_stages(
+    recorded: Sequence[Recorded],
+    batch_size: int,
+    seconds: float,
+) -> list[Rate]:
     """Return the rate of each stage alone for ``seconds``, with the threads that the loader
     gives it.
     """
@@ -124,7 +127,12 @@ class _Recorder(DataLoader):
         ]
 
 
-def _make(kind: type[_L], dataset: Dataset, options: LoaderOptions, **keywords: Any) -> _L:
+def _make(
+    kind: type[_L],
+    dataset: Dataset,
+    options: LoaderOptions,
+    **keywords: Any,
+) -> _L:
     return kind(
         dataset,
         options.batch_size,

@@ -115,20 +115,27 @@ def describe_order(
             global_batch=options.global_batch,
             ranks=options.ranks,
         )
-    batch = round(options.global_batch * (1 if costs is None else costs.samples_per_pack))
+    batch = options.global_batch
+    if costs is not None:
+        batch = round(options.global_batch * costs.samples_per_pack)
     samples = entries.samples[entries.valid]  # without the padding of lanes
     selected = np.unique(samples)
     seed = spec.seed + options.epoch
+    rng = np.random.default_rng((spec.seed, options.epoch))
     orders = {
         f"fuelrail {spec.kind}": samples,
         f"webdataset {options.buffer:,}": webdataset_order(
-            lengths, selected, seed=seed, sample_buffer=options.buffer
+            lengths,
+            selected,
+            seed=seed,
+            sample_buffer=options.buffer,
         ),
-        "true shuffle": np.random.default_rng((spec.seed, options.epoch)).permutation(selected),
+        "true shuffle": rng.permutation(selected),
     }
-    figures = [
-        describe(name, order_samples, clips, batch) for name, order_samples in orders.items()
-    ]
+    figures = []
+    for name, order_samples in orders.items():
+        order_figures = describe(name, order_samples, clips, batch)
+        figures.append(order_figures)
     return Description(
         dataset=shortened(opened.manifest.name),
         split=options.split,
@@ -161,20 +168,17 @@ def webdataset_order(
     with needs("the order of webdataset"):
         from webdataset.filters import detshuffle
 
-    starts = np.searchsorted(selected, np.cumsum([0, *shard_lengths])).tolist()
-    shards: Iterator[int] = detshuffle(bufsize=_SHARD_BUFFER, seed=seed).run(
-        iter(range(len(shard_lengths)))
-    )
-    stored = (
-        sample
-        for shard in shards
-        for sample in selected[starts[shard] : starts[shard + 1]].tolist()
-    )
-    return np.fromiter(
-        detshuffle(bufsize=sample_buffer, seed=seed).run(stored),
-        dtype=np.int64,
-        count=len(selected),
-    )
+    first_samples = np.cumsum([0, *shard_lengths])
+    starts = np.searchsorted(selected, first_samples).tolist()
+    shard_shuffle = detshuffle(bufsize=_SHARD_BUFFER, seed=seed)
+    sample_shuffle = detshuffle(bufsize=sample_buffer, seed=seed)
+    shards: Iterator[int] = shard_shuffle.run(iter(range(len(shard_lengths))))
+
+    def stored() -> Iterator[int]:
+        for shard in shards:
+            yield from selected[starts[shard] : starts[shard + 1]].tolist()
+
+    return np.fromiter(sample_shuffle.run(stored()), dtype=np.int64, count=len(selected))
 
 
 def print_description(

@@ -63,15 +63,17 @@ def intraclass_correlation(values: NDArray[np.integer], groups: NDArray[np.int64
     sizes = np.bincount(groups)
     sizes = sizes[sizes > 0]
     n = len(values)
-    num = len(sizes)
-    if num < 2 or n == num or values.min() == values.max():
+    num_groups = len(sizes)
+    if num_groups < 2 or n == num_groups or values.min() == values.max():
         return 0.0
     _, group_index = np.unique(groups, return_inverse=True)
     means = np.bincount(group_index, weights=values) / sizes
-    between = float((sizes * (means - values.mean()) ** 2).sum()) / (num - 1)
-    within = float(((values - means[group_index]) ** 2).sum()) / (n - num)
-    size = (n - float((sizes**2).sum()) / n) / (num - 1)
-    return (between - within) / (between + (size - 1) * within)
+    squares_between = sizes * (means - values.mean()) ** 2
+    squares_within = (values - means[group_index]) ** 2
+    between = float(squares_between.sum()) / (num_groups - 1)
+    within = float(squares_within.sum()) / (n - num_groups)
+    mean_size = (n - float((sizes**2).sum()) / n) / (num_groups - 1)
+    return (between - within) / (between + (mean_size - 1) * within)
 
 
 def padding_of(costs: NDArray[np.int64], valid: NDArray[np.bool_], size: int) -> float:
@@ -81,8 +83,11 @@ def padding_of(costs: NDArray[np.int64], valid: NDArray[np.bool_], size: int) ->
     Those that are not ``valid`` are padding; an incomplete batch at the end counts as it is.
     """
     starts = np.arange(0, len(costs), size)
-    padded = np.maximum.reduceat(costs, starts) * np.diff(np.append(starts, len(costs)))
-    return 1 - float(costs[valid].sum()) / max(1, int(padded.sum()))
+    dearest = np.maximum.reduceat(costs, starts)
+    num_samples = np.diff(np.append(starts, len(costs)))
+    padded = int((dearest * num_samples).sum())
+    real = float(costs[valid].sum())
+    return 1 - real / max(1, padded)
 
 
 def measure_costs(
@@ -100,48 +105,53 @@ def measure_costs(
     base = order.base if isinstance(order, BalancedOrder) else order
     while isinstance(base, ThinnedOrder):
         base = base.base
-    packed = base if isinstance(base, PackedOrder) else None
     bucketed = base if isinstance(base, BucketedOrder) else None
-    costs_of_entries = (
-        costs_of(base.costs, entries) if isinstance(base, PackedOrder | BucketedOrder) else None
-    )
-    loads = costs_of(order.costs, entries) if isinstance(order, BalancedOrder) else costs_of_entries
+    costs = None
+    if isinstance(base, PackedOrder | BucketedOrder):
+        costs = costs_of(base.costs, entries)
+    loads = costs
+    if isinstance(order, BalancedOrder):
+        loads = costs_of(order.costs, entries)
     assert loads is not None  # the order has packs, buckets or balance
+    num_positions = len(in_order)
     positions = entries.flags.get("pack", np.arange(len(loads)))
-    groups = positions if bucketed is None else positions // global_batch
-    by_position = np.bincount(positions, weights=loads, minlength=len(in_order))
-    batchings = [
-        order_batching(order, global_batch, World(rank, ranks), drop_last=False)
-        for rank in range(ranks)
-    ]
+    loads_by_position = np.bincount(positions, weights=loads, minlength=num_positions)
+    batchings = []
+    for rank in range(ranks):
+        batching = order_batching(order, global_batch, World(rank, ranks), drop_last=False)
+        batchings.append(batching)
     shares = []
-    for step in range(min(_MAX_STEPS, len(in_order) // global_batch)):
-        costs = [
-            by_position[rank_positions(order, in_order, batching, step)[0]].sum()
-            for batching in batchings
-        ]
-        shares.append(max(costs) / max(np.mean(costs), 1e-9))
-    fill = (
-        None
-        if packed is None or costs_of_entries is None
-        else float(costs_of_entries.sum()) / packed.pack.budget / len(in_order)
-    )
-    before = after = None
-    if bucketed is not None and costs_of_entries is not None and bucketed.bucket.bounds:
-        plain = bucketed.base.epoch(epoch)
-        plain_costs = costs_of(bucketed.costs, plain.entries(np.arange(len(plain))))
-        before = padding_of(plain_costs, np.ones(len(plain), bool), global_batch)
-        after = padding_of(costs_of_entries, entries.valid, global_batch)
+    for step in range(min(_MAX_STEPS, num_positions // global_batch)):
+        rank_loads = []
+        for batching in batchings:
+            step_positions, _ = rank_positions(order, in_order, batching, step)
+            rank_loads.append(loads_by_position[step_positions].sum())
+        mean = max(np.mean(rank_loads), 1e-9)
+        shares.append(max(rank_loads) / mean)
+    fill = None
+    padding_before = None
+    padding = None
+    randomness_lost = None
+    if costs is not None:
+        groups = positions if bucketed is None else positions // global_batch
+        randomness_lost = intraclass_correlation(costs, groups)
+        if isinstance(base, PackedOrder):
+            fill = float(costs.sum()) / base.pack.budget / num_positions
+        if bucketed is not None and bucketed.bucket.bounds:
+            plain = bucketed.base.epoch(epoch)
+            plain_entries = plain.entries(np.arange(len(plain)))
+            plain_costs = costs_of(bucketed.costs, plain_entries)
+            is_valid = np.ones(len(plain), bool)
+            padding_before = padding_of(plain_costs, is_valid, global_batch)
+            padding = padding_of(costs, entries.valid, global_batch)
     return CostFigures(
         fill=fill,
         waste=None if fill is None else 1 - fill,
-        samples_per_pack=len(loads) / len(in_order),
+        samples_per_pack=len(loads) / num_positions,
         num_buckets=None if bucketed is None else bucketed.num_buckets,
-        padding_before=before,
-        padding=after,
+        padding_before=padding_before,
+        padding=padding,
         ranks=ranks,
         dearest_rank=float(np.mean(shares)) if shares else None,
-        randomness_lost=None
-        if costs_of_entries is None
-        else intraclass_correlation(costs_of_entries, groups),
+        randomness_lost=randomness_lost,
     )

@@ -78,13 +78,15 @@ def describe(
 
 
 def ranks(samples: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the ranks of some numbers, 0 ..
-
-    n - 1, equal ones in random order (seeded): int64 (n,).
+    """Return the ranks of some numbers, from 0 to n - 1, equal ones in random order (seeded): int64
+    (n,).
     """
-    ties = np.random.default_rng(0).random(len(samples))
-    numbers = np.empty(len(samples), dtype=np.int64)
-    numbers[np.lexsort((ties, samples))] = np.arange(len(samples))
+    n = len(samples)
+    rng = np.random.default_rng(0)
+    ties = rng.random(n)
+    in_order = np.lexsort((ties, samples))
+    numbers = np.empty(n, dtype=np.int64)
+    numbers[in_order] = np.arange(n)
     return numbers
 
 
@@ -96,8 +98,10 @@ def measure(order: NDArray[np.int64]) -> ShuffleQuality:
     standard deviation about 1 / sqrt(n) (Wald and Wolfowitz, 1943).
     """
     n = len(order)
-    rho = float(np.corrcoef(np.arange(n), order)[0, 1])
-    serial = float(np.corrcoef(order, np.roll(order, -1))[0, 1])
+    positions = np.arange(n)
+    following = np.roll(order, -1)
+    rho = float(np.corrcoef(positions, order)[0, 1])
+    serial = float(np.corrcoef(order, following)[0, 1])
     return ShuffleQuality(
         rank_correlation=rho,
         rank_correlation_z=rho * math.sqrt(n - 1),
@@ -110,7 +114,8 @@ def same_pairs(groups: NDArray[np.integer], batch: int) -> float:
     """Share of the pairs within full batches whose two members are of one group; NaN without a
     pair.
     """
-    batches = np.sort(groups[: len(groups) // batch * batch].reshape(-1, batch), axis=1)
+    num_full = len(groups) // batch * batch
+    batches = np.sort(groups[:num_full].reshape(-1, batch), axis=1)
     if batch < 2 or not len(batches):
         return float("nan")
     # In a sorted batch a run of length m has m (m - 1) / 2 pairs: the sum over members of those
@@ -119,4 +124,6 @@ def same_pairs(groups: NDArray[np.integer], batch: int) -> float:
     is_new = np.ones(batches.shape, dtype=bool)
     is_new[:, 1:] = batches[:, 1:] != batches[:, :-1]
     begins = np.maximum.accumulate(np.where(is_new, place, 0), axis=1)
-    return float((place - begins).sum(axis=1).mean() / (batch * (batch - 1) / 2))
+    pairs_of_groups = (place - begins).sum(axis=1)
+    num_pairs = batch * (batch - 1) / 2
+    return float(pairs_of_groups.mean() / num_pairs)

@@ -40,7 +40,9 @@ if TYPE_CHECKING:
 
 
 def measured(
-    scenario: Scenario, cluster: ClusterSettings, files: Sequence[str]
+    scenario: Scenario,
+    cluster: ClusterSettings,
+    files: Sequence[str],
 ) -> tuple[Fitted | None, list[str]]:
     """Fit the efficiencies to measured steps, and say how well they are known. Raises ConfigError.
 
@@ -48,19 +50,14 @@ def measured(
     bound.
     """
     runs = [_run(Path(name), cluster) for name in files]
-    from fuelrail.bench.planner import (
-        choice,
-    )  # needs torch, and the checks above do not
+    # Needs torch, and the checks above do not.
+    from fuelrail.bench.planner import choice
 
-    cases = [
-        (
-            choice.fit(run, where, next(choice.candidates(run, where)), fits=True).work,
-            where,
-            run.precision,
-            seconds,
-        )
-        for run, where, seconds in runs
-    ]
+    cases = []
+    for run, where, seconds in runs:
+        settings = next(choice.candidates(run, where))
+        plan = choice.fit(run, where, settings, fits=True)
+        cases.append((plan.work, where, run.precision, seconds))
     device = cluster.device.name
     published = has_range(device, scenario.precision, scenario.family, scenario.software)
     families = sorted({run.family for run, _, _ in runs})
@@ -72,21 +69,21 @@ def measured(
         return None, [said]
     start = efficiency_of(device, scenario.precision, scenario.software, scenario.family)
     if not published:
-        start = msgspec.structs.replace(start, spread=max(start.spread, Efficiency().spread))
+        spread = max(start.spread, Efficiency().spread)
+        start = msgspec.structs.replace(start, spread=spread)
     fitted = fit(cases, start)
-    numbers = ", ".join(
-        f"{name} {getattr(fitted.efficiency, name):.2f}"
-        + (
-            ""
-            if name in fitted.determined
-            else " (mostly as before: these steps do not determine it)"
-        )
-        for name in NUMBERS
-    )
+    numbers = []
+    for name in NUMBERS:
+        text = f"{name} {getattr(fitted.efficiency, name):.2f}"
+        if name not in fitted.determined:
+            text += " (mostly as before: these steps do not determine it)"
+        numbers.append(text)
+    steps = counted(len(cases), "measured step")
+    largest_error = max(map(abs, fitted.errors))
     said = (
-        f"efficiency: {len(NUMBERS)} numbers fitted to {counted(len(cases), 'measured step')}; "
-        f"identifiable by them: {len(fitted.determined)}; {numbers}; off by "
-        f"{max(map(abs, fitted.errors)):.0%} at most on these steps"
+        f"efficiency: {len(NUMBERS)} numbers fitted to {steps}; "
+        f"identifiable by them: {len(fitted.determined)}; {', '.join(numbers)}; off by "
+        f"{largest_error:.0%} at most on these steps"
     )
     return fitted, [said]
 
@@ -147,20 +144,24 @@ def _run(path: Path, cluster: ClusterSettings) -> tuple[Scenario, ClusterSetting
         devices_per_node=min(report.num_ranks, cluster.devices_per_node),
     )
     # The step without what it waited for data.
-    waits = sum(phase.time.mean_ms for phase in report.figures.phases if phase.phase == "data_wait")
-    return run, inside, (report.figures.step_time.mean_ms - waits) / 1e3
+    waits = [phase for phase in report.figures.phases if phase.phase == "data_wait"]
+    wait_ms = sum(phase.time.mean_ms for phase in waits)
+    busy_ms = report.figures.step_time.mean_ms - wait_ms
+    return run, inside, busy_ms / 1e3
 
 
 def with_data(scenario: Scenario, dataset: str, split: str) -> Scenario:
     """Take from a dataset what the scenario does not say."""
     facts = dataset_facts(open_dataset(dataset), split)
-    has_images = (
-        scenario.reads_images or scenario.is_own
-    )  # an own model may read them by other names
-    size = None if facts.mean_sample_bytes is None else max(1, round(facts.mean_sample_bytes))
+    # An own model may read images by other names.
+    has_images = scenario.reads_images or scenario.is_own
+    num_cameras = len(facts.cameras) if has_images else 0
+    size = facts.mean_sample_bytes
+    if size is not None:
+        size = max(1, round(size))
     return msgspec.structs.replace(
         scenario,
-        cameras=scenario.cameras or (len(facts.cameras) if has_images else 0) or None,
+        cameras=scenario.cameras or num_cameras or None,
         sample_bytes=scenario.sample_bytes or size,
         samples_per_epoch=scenario.samples_per_epoch or facts.num_samples or None,
     )
@@ -178,10 +179,12 @@ def with_example(scenario: Scenario) -> Scenario:
     for shape in example_of(str(scenario.model)):
         if len(shape) < 4:
             continue
-        for height, width, channels in (shape[-2:] + shape[-3:-2], shape[-3:]):
-            if channels == 3 and min(height, width) >= _LEAST_PIXELS:
-                sizes.append((math.prod(shape[1:-3]), height, width))
-                break
+        *outer, first, second, third = shape
+        num_images = math.prod(outer[1:])
+        if first == 3 and min(second, third) >= _LEAST_PIXELS:
+            sizes.append((num_images, second, third))
+        elif third == 3 and min(first, second) >= _LEAST_PIXELS:
+            sizes.append((num_images, first, second))
     if not sizes:
         return scenario
     _, height, width = max(sizes, key=lambda size: size[1] * size[2])
@@ -213,7 +216,9 @@ def images_said(read: Scenario, scenario: Scenario, example: Scenario) -> str:
 
 
 def with_loader(
-    scenario: Scenario, cluster: ClusterSettings, path: Path
+    scenario: Scenario,
+    cluster: ClusterSettings,
+    path: Path,
 ) -> tuple[Scenario, ClusterSettings, list[str]]:
     """Take what a loader was measured to do, also for the cluster; raises ConfigError for a
     report without figures.
@@ -225,10 +230,12 @@ def with_loader(
             f"--loader-report '{path}' has no figures: {report.too_short}; measure for longer"
         )
     has_images = scenario.reads_images or scenario.is_own
+    num_cameras = len(report.dataset.cameras) if has_images else 0
+    mean_bytes = round(report.dataset.mean_sample_bytes or 0)
     scenario = msgspec.structs.replace(
         scenario,
-        cameras=scenario.cameras or (len(report.dataset.cameras) if has_images else 0) or None,
-        sample_bytes=scenario.sample_bytes or max(1, round(report.dataset.mean_sample_bytes or 0)),
+        cameras=scenario.cameras or num_cameras or None,
+        sample_bytes=scenario.sample_bytes or max(1, mean_bytes),
     )
     per_cpu = 1000 / figures.cpu_s_per_1000_images
     where = f"`fuelrail bench loader` of {report.created} on {report.machine.cpu}"

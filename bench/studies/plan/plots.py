@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 def plots(report: PlanReport) -> dict[str, str]:
     """Return all plots that the plan has data for, each an ``<svg>`` element."""
-    kinds = list(
-        dict.fromkeys(
-            kind for shape in report.stages for kind, size in shape.memory.items() if size
-        )
-    )
+    kinds: list[str] = []
+    for shape in report.stages:
+        for kind, size in shape.memory.items():
+            if size and kind not in kinds:
+                kinds.append(kind)
     with style():
         figure, axes = new_figure(1.2 + 0.3 * len(report.stages))
         names = [f"stage {shape.stage}" for shape in report.stages]
@@ -58,7 +58,8 @@ def plots(report: PlanReport) -> dict[str, str]:
                 label=curve.scaling,
             )
         largest = max(point.num_ranks for curve in curves for point in curve.points)
-        ticks = [tick for tick in (4**power for power in range(7)) if tick <= largest]
+        powers = [4**exponent for exponent in range(7)]
+        ticks = [tick for tick in powers if tick <= largest]
         axes.set_xscale("log", base=2)
         axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
         axes.minorticks_off()

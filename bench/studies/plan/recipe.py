@@ -107,7 +107,11 @@ def recipe(
     return f"{head.splitlines()[0]}\n{comment}#SBATCH{rest}"
 
 
-def _trainer(scenario: Scenario, fit: Fit, every: int) -> tuple[list[str], dict[str, str]]:
+def _trainer(
+    scenario: Scenario,
+    fit: Fit,
+    every: int,
+) -> tuple[list[str], dict[str, str]]:
     """Return what torchrun starts, and the variables that it needs: `bench train` of a named
     model, else a script.
     """

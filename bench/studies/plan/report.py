@@ -207,25 +207,34 @@ def step_range(
     if fitted is not None:
         deviation = fitted.deviation(slopes(fit.work, cluster, scenario.precision, used))
     factor = spread_factor(deviation)
-    return "range", (
-        max(total / factor, *seconds),
-        max(total * factor, *seconds),
-    )
+    shortest_s = max(total / factor, *seconds)
+    longest_s = max(total * factor, *seconds)
+    return "range", (shortest_s, longest_s)
 
 
-def teacher_cost(scenario: Scenario, cluster: ClusterSettings, fit: Fit) -> TeacherCost | None:
+def teacher_cost(
+    scenario: Scenario,
+    cluster: ClusterSettings,
+    fit: Fit,
+) -> TeacherCost | None:
     """Return the cost of the scenario's teacher, if it has one."""
     teacher = taught(scenario, fit.inputs, cluster.num_devices)
     if scenario.teacher is None or teacher is None:
         return None
-    student_flop = sum(shape.flop for shape in fit.single_pass) / len(fit.single_pass) - (
-        teacher.flop if scenario.teacher_from == "model" else 0
-    )
+    student_flop = sum(shape.flop for shape in fit.single_pass) / len(fit.single_pass)
+    if scenario.teacher_from == "model":
+        student_flop -= teacher.flop
     used = efficiency(scenario, cluster, fit.settings)
-    seconds = teacher.flop / (used.products * cluster.peak_flops(scenario.precision))
-    seconds += used.passes * teacher.moved_bytes / (cluster.device.memory_gb_per_s.value * 1e9)
+    flop_per_s = used.products * cluster.peak_flops(scenario.precision)
+    memory_rate = cluster.device.memory_gb_per_s.value * 1e9
+    storage_rate = cluster.storage_gb_per_s.value * 1e9
+    seconds = teacher.flop / flop_per_s
+    seconds += used.passes * teacher.moved_bytes / memory_rate
     sample_s = seconds / scenario.micro_batch  # of one device, a sample
-    read = scenario.layer_bytes / (cluster.storage_gb_per_s.value * 1e9) * cluster.num_devices
+    read_s = scenario.layer_bytes / storage_rate * cluster.num_devices
+    pays_after_epochs = None
+    if read_s < sample_s:
+        pays_after_epochs = sample_s / (sample_s - read_s)
     return TeacherCost(
         model=scenario.teacher,
         parameters=teacher.parameters,
@@ -234,7 +243,7 @@ def teacher_cost(scenario: Scenario, cluster: ClusterSettings, fit: Fit) -> Teac
         layer_bytes=scenario.layer_bytes,
         bytes_per_token=scenario.layer_bytes / scenario.layer_tokens,
         layer_device_hours_per_million=1e6 * sample_s / 3600,
-        pays_after_epochs=sample_s / (sample_s - read) if read < sample_s else None,
+        pays_after_epochs=pays_after_epochs,
     )
 
 
@@ -248,15 +257,18 @@ def bottleneck(time: StepTime, seconds: dict[str, float]) -> str:
         "pipeline bubble": time.bubble,
     }
     waits = {name: value for name, value in seconds.items() if value > time.total}
-    return max(waits or parts, key=lambda name: (waits or parts)[name])
+    candidates = waits or parts
+    return max(candidates, key=lambda name: candidates[name])
 
 
 def checkpoint_gb(fit: Fit) -> float:
     """Return the GB of weights and moments; what no plan divides is on each rank of a
     tensor-parallel group.
     """
-    weights = sum(shape.parameters for shape in fit.stages) * fit.degrees.tp * fit.degrees.dp_shard
-    return weights * FP32 * (1 + MOMENTS[fit.settings.optimiser]) / 1e9
+    parameters = sum(shape.parameters for shape in fit.stages)
+    parameters *= fit.degrees.tp * fit.degrees.dp_shard
+    num_moments = MOMENTS[fit.settings.optimiser]
+    return parameters * FP32 * (1 + num_moments) / 1e9
 
 
 def assumptions(scenario: Scenario, cluster: ClusterSettings, fit: Fit) -> list[str]:
@@ -299,17 +311,15 @@ def assumptions(scenario: Scenario, cluster: ClusterSettings, fit: Fit) -> list[
     if scenario.reads_images:
         source = f"{cluster.host.cpus.value:g} CPUs x {cluster.host.images_per_cpu_s.source}"
         texts.append(f"decoding: {cluster.images_per_node_s:,.0f} images/s of a node: {source}")
-    texts.append(
-        f"storage: {cluster.storage_gb_per_s.value:g} GB/s: {cluster.storage_gb_per_s.source}"
-    )
+    storage = cluster.storage_gb_per_s
+    texts.append(f"storage: {storage.value:g} GB/s: {storage.source}")
     numbers = {"inside.gb_per_s": cluster.inside.gb_per_s}
     if cluster.between is not None:
         numbers["between.gb_per_s"] = cluster.between.gb_per_s
-    return texts + [
-        f"{name} {number.value:g}: {number.source}"
-        for name, number in numbers.items()
-        if "assumed" in number.source
-    ]
+    for name, number in numbers.items():
+        if "assumed" in number.source:
+            texts.append(f"{name} {number.value:g}: {number.source}")
+    return texts
 
 
 def why_bound(scenario: Scenario, cluster: ClusterSettings, fit: Fit) -> str:
@@ -323,7 +333,11 @@ def why_bound(scenario: Scenario, cluster: ClusterSettings, fit: Fit) -> str:
     )
 
 
-def explanations(scenario: Scenario, cluster: ClusterSettings, fit: Fit) -> dict[str, Explained]:
+def explanations(
+    scenario: Scenario,
+    cluster: ClusterSettings,
+    fit: Fit,
+) -> dict[str, Explained]:
     """Return formula, inputs and source of each figure."""
     device = cluster.device
     work = fit.work

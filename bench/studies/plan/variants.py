@@ -200,13 +200,12 @@ def _nearer(
             yield f"micro_batch: 1 ({named(how)})", small, how
         return
     sharded = [ParallelSettings(strategy="fsdp2", recompute=kind) for kind in _RECOMPUTED]
-    for facts in ({}, small) if small else ({},):
-        for how in sharded if settings is not None or facts else ():
-            yield (
-                f"{named(how)}{' and micro_batch: 1' if facts else ''}",
-                facts,
-                how,
-            )
+    if settings is not None:
+        for how in sharded:
+            yield named(how), {}, how
+    if small:
+        for how in sharded:
+            yield f"{named(how)} and micro_batch: 1", small, how
     if not isinstance(scenario.settings, str) and settings is not None:
         for tp in (2, 4, 8):
             if cluster.devices_per_node % tp == 0 and cluster.num_devices > tp:
@@ -214,11 +213,10 @@ def _nearer(
                 yield f"mesh: {named(how)}", small, how
     for how in sharded:
         how = msgspec.structs.replace(how, offload=True)
-        yield (
-            f"{named(how)}{' and micro_batch: 1' if small else ''}",
-            small,
-            how,
-        )
+        words = named(how)
+        if small:
+            words += " and micro_batch: 1"
+        yield words, small, how
 
 
 def sweep(scenario: Scenario, cluster: ClusterSettings) -> list[Planned]:
@@ -234,15 +232,16 @@ def sweep(scenario: Scenario, cluster: ClusterSettings) -> list[Planned]:
             try:
                 if too_large is not None:
                     raise ConfigError(too_large)
-                plans.append(planned(tried, cluster, fit(tried, cluster, settings)))
+                fitting = fit(tried, cluster, settings)
+                plan = planned(tried, cluster, fitting)
+                plans.append(plan)
             except ConfigError as error:
-                plans.append(
-                    Planned(
-                        strategy=named(settings),
-                        micro_batch=size,
-                        fails=str(error),
-                    )
+                failure = Planned(
+                    strategy=named(settings),
+                    micro_batch=size,
+                    fails=str(error),
                 )
+                plans.append(failure)
                 if isinstance(error, TooLargeError):
                     too_large = f"a smaller micro-batch {error}"
     return plans
@@ -250,16 +249,17 @@ def sweep(scenario: Scenario, cluster: ClusterSettings) -> list[Planned]:
 
 def _strategies(cluster: ClusterSettings) -> Iterator[ParallelSettings]:
     """Yield settings of whole, sharded and divided models, with and without recomputation."""
+    strategies = _SIMPLE if cluster.num_devices > 1 else _SIMPLE[:1]
     for recompute in _RECOMPUTE:
-        for strategy in _SIMPLE if cluster.num_devices > 1 else _SIMPLE[:1]:
+        for strategy in strategies:
             yield ParallelSettings(strategy=strategy, recompute=recompute)
         yield from hybrid(cluster, recompute)
         for tp in (1, 2, 8):
+            if cluster.devices_per_node % tp:
+                continue
             for pp in (1, 2, 4, 8):
-                divides = (
-                    cluster.devices_per_node % tp == 0 and cluster.num_devices % (tp * pp) == 0
-                )
-                if tp * pp > 1 and divides:
+                ranks = tp * pp
+                if ranks > 1 and cluster.num_devices % ranks == 0:
                     yield composed(cluster, pp, tp, recompute)
 
 
@@ -281,16 +281,13 @@ def remedies(
     waits = data_seconds(scenario, cluster)
     for part, wait in waits.items():
         if wait > total:
-            rest = max(
-                total,
-                *(seconds for name, seconds in waits.items() if name != part),
-            )
+            others = [seconds for name, seconds in waits.items() if name != part]
+            rest = max(total, *others)
             way = "(a cache, smaller samples)"
             if part == "decoding":
                 way = "(more CPUs a node, smaller stored images)"
-            rates[f"make {part} {wait / rest:.2g} times as fast {way}"] = (
-                scenario.global_batch / rest
-            )
+            change = f"make {part} {wait / rest:.2g} times as fast {way}"
+            rates[change] = scenario.global_batch / rest
     how = msgspec.structs.replace(chosen.settings, micro_batches=None)
     changes: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         (f"micro_batch {size}", {"micro_batch": size}, {})
@@ -303,21 +300,15 @@ def remedies(
         "fp16": ("fp8",),
         "fp8": (),
     }
-    changes += [
-        (f"precision {kind}, if it trains as well", {"precision": kind}, {})
-        for kind in faster_types[scenario.precision]
-        if kind in cluster.device.peak_tflops
-        and (kind != "fp8" or isinstance(scenario.settings, GptSettings))
-    ]
+    for kind in faster_types[scenario.precision]:
+        is_computed = kind != "fp8" or isinstance(scenario.settings, GptSettings)
+        if kind in cluster.device.peak_tflops and is_computed:
+            change = f"precision {kind}, if it trains as well"
+            changes.append((change, {"precision": kind}, {}))
     if chosen.degrees.pp > 1 and how.pipeline_schedule == "1F1B":
-        interleaved = "Interleaved1F1B"
-        changes.append(
-            (
-                f"pipeline_schedule {interleaved}",
-                {"virtual_stages": 2},
-                {"pipeline_schedule": interleaved},
-            )
-        )
+        schedule = {"pipeline_schedule": "Interleaved1F1B"}
+        change = "pipeline_schedule Interleaved1F1B"
+        changes.append((change, {"virtual_stages": 2}, schedule))
     for change, facts, settings in changes:  # they share the plan's runs on fake tensors
         changed = msgspec.structs.replace(scenario, **facts)
         try:
@@ -325,15 +316,15 @@ def remedies(
         except ConfigError:  # it does not fit, or does not divide the model or the batch
             continue
         rates[f"{change}, with {named(plan.settings)}"] = _rate(changed, cluster, plan)
-    rates |= {
-        f"use {entry.strategy}": entry.samples_per_s
-        for entry in tried
-        if entry.samples_per_s is not None
-    }
+    for entry in tried:
+        if entry.samples_per_s is not None:
+            rates[f"use {entry.strategy}"] = entry.samples_per_s
     base_rate = _rate(scenario, cluster, chosen)
     faster = {change: rate for change, rate in rates.items() if rate > base_rate * _WORTH}
     return dict(sorted(faster.items(), key=lambda entry: -entry[1]))
 
 
 def _rate(scenario: Scenario, cluster: ClusterSettings, plan: Fit) -> float:
-    return scenario.global_batch / max(plan.time.total, *data_seconds(scenario, cluster).values())
+    data_s = data_seconds(scenario, cluster).values()
+    step_s = max(plan.time.total, *data_s)
+    return scenario.global_batch / step_s

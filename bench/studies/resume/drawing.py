@@ -62,17 +62,20 @@ def picture(report: ResumeReport) -> str:
             f"{escape(stack.name)}</text>"
         )
         for column, name in enumerate(report.histories):
-            outcome = stack.cells[name].outcome if name in stack.cells else "not run"
-            if outcome == "not run":
+            cell = stack.cells.get(name)
+            if cell is None or cell.outcome == "not run":
                 continue
             x = _NAMES + width * column
-            first, _, unbroken = outcome.partition(" (")
-            colour = next((_COLOURS[word] for word in _COLOURS if word in first), "#ffffff")
+            first, _, unbroken = cell.outcome.partition(" (")
+            colours = [colour for word, colour in _COLOURS.items() if word in first]
+            colour = colours[0] if colours else "#ffffff"
+            text = escape(short_of(first))
+            if unbroken:
+                text += "*"
             lines.append(
                 f'<rect x="{x + 1}" y="{y + 1}" width="{width - 2}" height="{height - 2}" '
                 f'fill="{colour}"/><text class="cell" x="{x + width // 2}" y="{y + 13}" '
-                f'text-anchor="middle" font-size="9">{escape(short_of(first))}'
-                f"{'*' if unbroken else ''}</text>"
+                f'text-anchor="middle" font-size="9">{text}</text>'
             )
     lines.append(f'<text x="6" y="{bottom + 16}" fill="#444444">{escape(_LEGEND)}</text>')
     return "\n".join([*lines, "</svg>", ""])
@@ -84,9 +87,15 @@ def short_of(outcome: str) -> str:
     if counts is None:
         return outcome.removeprefix("other ")
     repeated, lost = counts.groups()
-    return " ".join([*([f"+{repeated}"] if repeated else []), *([f"-{lost}"] if lost else [])])
+    words = []
+    if repeated:
+        words.append(f"+{repeated}")
+    if lost:
+        words.append(f"-{lost}")
+    return " ".join(words)
 
 
 if __name__ == "__main__":
-    svg = picture(load_report_of(Path(sys.argv[1]), ResumeReport, SCHEMA, VERSION))
-    Path(sys.argv[2]).write_text(svg, encoding="utf-8")
+    source, target = map(Path, sys.argv[1:])
+    report = load_report_of(source, ResumeReport, SCHEMA, VERSION)
+    target.write_text(picture(report), encoding="utf-8")

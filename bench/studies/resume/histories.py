@@ -43,34 +43,81 @@ _KILL: Final = 8  # in the first of two epochs of 24 steps
 _FETCHED: Final = Setup(workers=2)
 
 
-def _killed(before: Setup, after: Setup | None = None, **act: object) -> list[Act]:
-    """Return the acts of a run that is killed once."""
-    first = Act(setup=before, **{"steps": _KILL, **act})  # type: ignore[arg-type]
-    return [first, Act(setup=before if after is None else after)]
+def _kill_once(setup: Setup, resumed: Setup | None = None) -> list[Act]:
+    """Return the acts of a run that is killed, and resumed as ``resumed`` says (default: as it
+    was).
+    """
+    return [
+        Act(setup=setup, steps=_KILL),
+        Act(setup=resumed or setup),
+    ]
 
 
 HISTORIES: Final = {
-    "whole": History("nothing happens in two epochs", [Act()]),
-    "kill": History("killed after 8 of 24 steps, and resumed", _killed(Setup())),
-    "workers": History("the same, with 2 workers that fetch ahead", _killed(_FETCHED)),
-    "other-workers": History("resumed with 3 workers, not 2", _killed(_FETCHED, Setup(workers=3))),
-    "more-ranks": History("resumed on 4 ranks, not 2", _killed(Setup(), Setup(ranks=4))),
-    "fewer-ranks": History("resumed on 2 ranks, not 4", _killed(Setup(ranks=4), Setup())),
-    "batch": History("resumed with twice the batch", _killed(Setup(), Setup(global_batch=24))),
+    "whole": History(
+        "nothing happens in two epochs",
+        [Act()],
+    ),
+    "kill": History(
+        "killed after 8 of 24 steps, and resumed",
+        _kill_once(Setup()),
+    ),
+    "workers": History(
+        "the same, with 2 workers that fetch ahead",
+        _kill_once(_FETCHED),
+    ),
+    "other-workers": History(
+        "resumed with 3 workers, not 2",
+        _kill_once(_FETCHED, resumed=Setup(workers=3)),
+    ),
+    "more-ranks": History(
+        "resumed on 4 ranks, not 2",
+        _kill_once(Setup(), resumed=Setup(ranks=4)),
+    ),
+    "fewer-ranks": History(
+        "resumed on 2 ranks, not 4",
+        _kill_once(Setup(ranks=4), resumed=Setup()),
+    ),
+    "batch": History(
+        "resumed with twice the batch",
+        _kill_once(Setup(), resumed=Setup(global_batch=24)),
+    ),
     "twice": History(
         "killed after 8 and after 13 steps",
         [Act(steps=_KILL), Act(steps=13), Act()],
     ),
     "last-step": History(
-        "saved after an epoch's last batch, inside the loop", _killed(Setup(), steps=24)
+        "saved after an epoch's last batch, inside the loop",
+        [Act(steps=24), Act()],
     ),
-    "border": History("saved between two epochs", _killed(Setup(), steps=24, is_border=True)),
+    "border": History(
+        "saved between two epochs",
+        [Act(steps=24, is_border=True), Act()],
+    ),
     "break": History(
-        "saved after a break out of the loop, 2 workers", _killed(_FETCHED, leaves_loop=True)
+        "saved after a break out of the loop, 2 workers",
+        [Act(setup=_FETCHED, steps=_KILL, leaves_loop=True), Act(setup=_FETCHED)],
     ),
-    "evaluate": History("an evaluation after every 5 steps", _killed(Setup(evaluation=5))),
-    "drop": History("295 rows, the last ones dropped", _killed(Setup(rows=295, drop_last=True))),
-    "keep": History("295 rows, the last ones kept", _killed(Setup(rows=295))),
-    "mix": History("two datasets mixed 2 to 1", _killed(Setup(is_mixed=True)), needs="mix"),
-    "buffer": History("a shuffle buffer of 50 rows", _killed(Setup(buffer=50)), needs="buffer"),
+    "evaluate": History(
+        "an evaluation after every 5 steps",
+        _kill_once(Setup(evaluation=5)),
+    ),
+    "drop": History(
+        "295 rows, the last ones dropped",
+        _kill_once(Setup(rows=295, drop_last=True)),
+    ),
+    "keep": History(
+        "295 rows, the last ones kept",
+        _kill_once(Setup(rows=295)),
+    ),
+    "mix": History(
+        "two datasets mixed 2 to 1",
+        _kill_once(Setup(is_mixed=True)),
+        needs="mix",
+    ),
+    "buffer": History(
+        "a shuffle buffer of 50 rows",
+        _kill_once(Setup(buffer=50)),
+        needs="buffer",
+    ),
 }

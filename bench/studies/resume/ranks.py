@@ -79,15 +79,23 @@ def run_act(
     ranks = act.setup.ranks
 
     def rank_main(rank: int) -> NoReturn:
-        world: dict[str, object] = {
-            "RANK": rank,
-            "LOCAL_RANK": rank,
-            "WORLD_SIZE": ranks,
-            "LOCAL_WORLD_SIZE": ranks,
+        os.environ |= {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
         }
-        world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        os.environ.update({name: str(value) for name, value in world.items()})
-        _run_rank(kind, act, rank=rank, before=before, data=data, records=records, folder=folder)
+        _run_rank(
+            kind,
+            act,
+            rank=rank,
+            before=before,
+            data=data,
+            records=records,
+            folder=folder,
+        )
 
     processes = [start(rank_main, rank) for rank in range(ranks)]
     deadline = time.monotonic() + TIMEOUT_S
@@ -95,11 +103,12 @@ def run_act(
     while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
         time.sleep(0.02)
         is_failed = any(file.exists() and _read(file).outcome for file in files)
-        # The others may wait for the rank that has failed, or that ended without a word.
-        if is_failed or any(
+        is_silent = any(
             not process.is_alive() and not file.exists()
             for process, file in zip(processes, files, strict=True)
-        ):
+        )
+        # The others may wait for the rank that has failed, or that ended without a word.
+        if is_failed or is_silent:
             deadline = min(deadline, time.monotonic() + 5)
     for process in processes:
         end_group(process)
@@ -147,7 +156,11 @@ def _run_rank(
 ) -> NoReturn:
     """Train as one rank. This process ends by SIGKILL once its checkpoint is saved."""
     part = RankPart()
-    old = [] if before is None else before[1]
+    setup_before = None
+    old: list[RankPart] = []
+    if before is not None:
+        act_before, old = before
+        setup_before = act_before.setup
     # No process group is there yet, so each rank's witness writes a record of its own.
     watched = fr.witness((), key=lambda rows: rows, folder=records, on_fault="ignore")
     if old and old[0].witness is not None:
@@ -202,7 +215,7 @@ def _run_rank(
         rank=rank,
         folder=data,
         states=[pickle.loads(item.state) for item in old],
-        before=None if before is None else before[0].setup,
+        before=setup_before,
         epoch=place.epoch,
         step=place.step,
         see=see,
@@ -218,9 +231,10 @@ def _run_rank(
             epochs[0] += 1
     except BaseException as error:  # noqa: BLE001 - whatever a stack raises is its answer
         traceback.print_exc()
-        part.error = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+        words = str(error).split()
+        part.error = f"{type(error).__name__}: {' '.join(words)}"[:300]
         # Another setup may be refused, before its first batch; the same one may not.
-        is_other = before is not None and before[0].setup != act.setup
+        is_other = setup_before not in (None, act.setup)
         is_refusal = isinstance(error, _REFUSALS) and is_other and not part.log
         part.outcome = "refuses" if is_refusal else "crashes"
         if isinstance(error, NotRun):

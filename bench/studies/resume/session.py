@@ -5,6 +5,7 @@ It runs from a checkout: this room and `bench/peers` are not in the wheel.
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import sys
 import tempfile
@@ -59,9 +60,10 @@ class ResumeOptions(CheckedSettings, frozen=True, kw_only=True):
         flag("only this history; may be repeated (default: all)", metavar="NAME", repeat=True),
     ] = ()
     times: Annotated[Positive, flag("runs of each history")] = 2
-    out: Annotated[str | None, flag("folder for report.json and report.md", metavar="FOLDER")] = (
-        None
-    )
+    out: Annotated[
+        str | None,
+        flag("folder for report.json and report.md", metavar="FOLDER"),
+    ] = None
     add: Annotated[bool, flag("add to the report in --out, as of another environment")] = False
 
 
@@ -115,32 +117,40 @@ class ResumeReport(msgspec.Struct, frozen=True, kw_only=True):
             f"|---|{'---|' * len(names)}",
         ]
         for stack in ran:
-            outcomes = [stack.cells[name].outcome if name in stack.cells else "" for name in names]
+            outcomes = []
+            for name in names:
+                cell = stack.cells.get(name)
+                outcomes.append(cell.outcome if cell is not None else "")
             lines.append(f"| {stack.name} | {' | '.join(outcomes)} |")
         lines += ["", "| history | what happens |", "|---|---|"]
-        lines += [f"| {name} | {meaning} |" for name, meaning in self.histories.items()]
+        for name, meaning in self.histories.items():
+            lines.append(f"| {name} | {meaning} |")
         lines += ["", "| stack | versions | how it resumes |", "|---|---|---|"]
         for stack in ran:
             versions = ", ".join(f"{name} {version}" for name, version in stack.versions.items())
             lines.append(f"| {stack.name} | {versions} | {stack.way} |")
         lines += ["", "Not run:", ""]
-        reasons: dict[str, list[str]] = {}
+        names_by_reason: dict[str, list[str]] = {}
         for stack in ran:
-            for word, cell in stack.cells.items():
-                if cell.outcome == "not run" and not cell.said[0].startswith("it has no"):
-                    reason = f"{stack.name}: {cell.said[0].partition(': ')[2]}"
-                    reasons.setdefault(reason, []).append(word)
-        lines += [f"- {', '.join(words)} of {reason}" for reason, words in reasons.items()]
-        lines += [
-            f"- {stack.name} was left out: {stack.left_out}"
-            for stack in self.stacks
-            if stack.left_out is not None
-        ]
+            for name, cell in stack.cells.items():
+                sentence = cell.said[0]
+                if cell.outcome == "not run" and not sentence.startswith("it has no"):
+                    _, _, reason = sentence.partition(": ")
+                    names_by_reason.setdefault(f"{stack.name}: {reason}", []).append(name)
+        for reason, names in names_by_reason.items():
+            lines.append(f"- {', '.join(names)} of {reason}")
+        for stack in self.stacks:
+            if stack.left_out is not None:
+                lines.append(f"- {stack.name} was left out: {stack.left_out}")
         return text_of(lines)
 
 
 def run_history(
-    kind: type[Stack], history: History, *, data: Path, folder: Path
+    kind: type[Stack],
+    history: History,
+    *,
+    data: Path,
+    folder: Path,
 ) -> list[list[RankPart]]:
     """Run a history's acts, and return what the ranks left of each, up to one that failed."""
     parts: list[list[RankPart]] = []
@@ -169,16 +179,23 @@ def reports_of(folder: Path, setup: Setup, reference: Path) -> list[WitnessRepor
     It is compared with the unbroken run where datasets are mixed, and where rows that fill no batch
     would be counted among those that a resume repeats or loses.
     """
-    epochs = {records[0].epoch: records for records in read_records(reference / "records")}
+    reference_records = {}
+    for records in read_records(reference / "records"):
+        epoch = records[0].epoch
+        reference_records[epoch] = records
     is_whole = setup.rows % setup.global_batch == 0
     tail: Any = "drop" if setup.drop_last else "pad"
-    rules = Rules(expected=expect(setup.rows, "integer"), tail="exact" if is_whole else tail)
+    if is_whole:
+        tail = "exact"
+    rules = Rules(expected=expect(setup.rows, "integer"), tail=tail)
     reports = []
     for records in read_records(folder / "records"):
-        unbroken = Expected(merge_epochs(epochs[records[0].epoch]))
+        epoch = records[0].epoch
+        unbroken = Expected(merge_epochs(reference_records[epoch]))
         report = judge(records, rules)
         if setup.is_mixed or (report.faults and not is_whole):
-            report = judge(records, Rules(expected=unbroken, tail="exact"))
+            rules_of_mix = Rules(expected=unbroken, tail="exact")
+            report = judge(records, rules_of_mix)
         reports.append(report)
     return reports
 
@@ -188,20 +205,24 @@ def counted_rows(parts: Iterable[Sequence[RankPart]]) -> dict[tuple[int, int], C
     rows_so_far: dict[tuple[int, int], Counter[int]] = {}
     totals: dict[int, Counter[int]] = {}
     for ranks in parts:
-        for epoch in sorted({epoch for part in ranks for epoch, _ in part.log}):
-            logs = [[rows for number, rows in part.log if number == epoch] for part in ranks]
+        epochs = {epoch for part in ranks for epoch, _ in part.log}
+        for epoch in sorted(epochs):
             total = totals.setdefault(epoch, Counter())
-            for step in range(max(map(len, logs))):
-                for log in logs:
-                    total.update(log[step] if step < len(log) else ())
-                rows_so_far[epoch, total.total()] = total.copy()
+            logs = [[rows for number, rows in part.log if number == epoch] for part in ranks]
+            for steps in itertools.zip_longest(*logs, fillvalue=()):
+                for rows in steps:
+                    total.update(rows)
+                num_rows = total.total()
+                rows_so_far[epoch, num_rows] = total.copy()
     return rows_so_far
 
 
 def last_of(rows_so_far: dict[tuple[int, int], Counter[int]], epoch: int) -> Counter[int]:
     """Return how often each row came in an epoch, of what `counted_rows` returned."""
     places = [place for place in rows_so_far if place[0] == epoch]
-    return rows_so_far[max(places)] if places else Counter()
+    if not places:
+        return Counter()
+    return rows_so_far[max(places)]
 
 
 def wording(
@@ -214,21 +235,23 @@ def wording(
 ) -> tuple[str, list[str]]:
     """Return the witness's faults of a run in few words, and its reports."""
     reports = reports_of(folder, setup, reference)
-    counts = Counter({fault.kind: 0 for report in reports for fault in report.faults})
+    counts: Counter[str] = Counter()
     for report in reports:
-        counts.update({fault.kind: fault.count for fault in report.faults})
         # After a resume the witness estimates numbers above a hundred; here the rows are known.
         due = Counter(range(setup.rows))
         if setup.is_mixed or setup.rows % setup.global_batch:
             due = last_of(unbroken, report.epoch)
         came = last_of(run, report.epoch)
-        for fault in report.faults:
-            if fault.kind in ("repeated", "missing"):
-                more = came - due if fault.kind == "repeated" else due - came
-                counts[fault.kind] += more.total() - fault.count
+        numbers = {fault.kind: fault.count for fault in report.faults}
+        if "repeated" in numbers:
+            numbers["repeated"] = (came - due).total()
+        if "missing" in numbers:
+            numbers["missing"] = (due - came).total()
+        counts.update(numbers)
     words = [word.format(counts[kind]) for kind, word in _WORDS.items() if kind in counts]
     words += [kind for kind in counts if kind not in _WORDS]
-    return ", ".join(words), [report.as_text().rstrip() for report in reports]
+    texts = [report.as_text().rstrip() for report in reports]
+    return ", ".join(words), texts
 
 
 def judge_history(
@@ -242,7 +265,8 @@ def judge_history(
     """Return what a run of a history came to, compared with the unbroken one."""
     failed = [part for part in parts[-1] if part.outcome is not None]
     if failed:
-        part = next((part for part in failed if part.log or part.error), failed[0])
+        telling = [part for part in failed if part.log or part.error]
+        part = (telling or failed)[0]
         place = "at the start" if len(parts) == 1 else f"in act {len(parts)}"
         return Cell(str(part.outcome), [f"{place}: {part.error}"])
     setup = history.acts[0].setup
@@ -252,21 +276,26 @@ def judge_history(
     plain, _ = wording(reference, setup, reference=reference, run=unbroken, unbroken=unbroken)
     without = f" (unbroken: {plain})" if plain else ""
     places = sorted(run.keys() & unbroken.keys())
-    parted = next((place for place in places if run[place] != unbroken[place]), None)
+    differences = [place for place in places if run[place] != unbroken[place]]
     # A row too many comes after the places that both have.
     epochs = {epoch for epoch, _ in run.keys() | unbroken}
     is_complete = all(last_of(run, epoch) == last_of(unbroken, epoch) for epoch in epochs)
-    if parted is None and is_complete:
+    if not differences and is_complete:
         said.append(f"as the unbroken run at each of {len(places)} steps")
         return Cell(f"exact{without}", said)
     if words:
         return Cell(words + without, said)
-    epoch, rows = parted if parted is not None else max(run)
+    epoch, rows = differences[0] if differences else max(run)
     said.append(f"other rows than in the unbroken run by row {rows} of epoch {epoch}")
     return Cell("other order", said)
 
 
-def run_stack(name: str, kind: type[Stack], histories: Sequence[str], times: int) -> StackResult:
+def run_stack(
+    name: str,
+    kind: type[Stack],
+    histories: Sequence[str],
+    times: int,
+) -> StackResult:
     """Run a stack under histories, each some times."""
     cells = {}
     with tempfile.TemporaryDirectory(prefix="fuelrail-resume-") as place:
@@ -279,29 +308,32 @@ def run_stack(name: str, kind: type[Stack], histories: Sequence[str], times: int
                 continue
             setup = history.acts[0].setup
             if setup not in references:
-                unbroken = folder / f"reference{len(references)}"
-                unbroken_parts = run_history(
-                    kind,
-                    History("", [Act(setup=setup)]),
-                    data=stored(kind, setup, folder, unbroken),
-                    folder=unbroken,
-                )
-                references[setup] = (unbroken, unbroken_parts)
-            unbroken, unbroken_parts = references[setup]
-            outcomes = []
+                reference = folder / f"reference{len(references)}"
+                unbroken = History("", [Act(setup=setup)])
+                data = stored(kind, setup, folder, reference)
+                parts = run_history(kind, unbroken, data=data, folder=reference)
+                references[setup] = reference, parts
+            reference, unbroken_parts = references[setup]
+            is_trained = all(part.outcome is None for part in unbroken_parts[0])
+            runs = []
             for time in range(times):
                 run = folder / f"{word}-{time}"
                 parts = unbroken_parts
-                if all(part.outcome is None for part in unbroken_parts[0]):
-                    parts = run_history(
-                        kind, history, data=stored(kind, setup, folder, run), folder=run
-                    )
-                outcomes.append(
-                    judge_history(history, parts, unbroken_parts, folder=run, reference=unbroken)
+                if is_trained:
+                    data = stored(kind, setup, folder, run)
+                    parts = run_history(kind, history, data=data, folder=run)
+                cell = judge_history(
+                    history,
+                    parts,
+                    unbroken_parts,
+                    folder=run,
+                    reference=reference,
                 )
-            names = dict.fromkeys(cell.outcome for cell in outcomes)
-            cells[word] = Cell(" or ".join(names), outcomes[0].said)
-            sys.stderr.write(f"{name}, {word}: {cells[word].outcome}\n")
+                runs.append(cell)
+            outcomes = dict.fromkeys(cell.outcome for cell in runs)
+            outcome = " or ".join(outcomes)
+            cells[word] = Cell(outcome, runs[0].said)
+            sys.stderr.write(f"{name}, {word}: {outcome}\n")
     versions = package_versions(kind.packages)
     return StackResult(name=name, way=kind.way, versions=versions, cells=cells)
 
@@ -322,9 +354,9 @@ def bench_resume(options: ResumeOptions) -> ResumeReport:
         ("stack", options.stack, STACKS),
         ("history", options.history, HISTORIES),
     ):
-        unknown = [name for name in names if name not in table]
-        if unknown:
-            raise ConfigError(f"--{kind} {unknown[0]!r} is not one; there are {', '.join(table)}")
+        for name in names:
+            if name not in table:
+                raise ConfigError(f"--{kind} {name!r} is not one; there are {', '.join(table)}")
     if options.add and options.out is None:
         raise ConfigError("--add needs --out, the folder of the report to add to")
     histories = options.history or tuple(HISTORIES)
@@ -343,8 +375,9 @@ def bench_resume(options: ResumeOptions) -> ResumeReport:
     )
     for name in options.stack or tuple(STACKS):
         module = missing_module(name)
-        result = StackResult(name=name, left_out=f"'{module}' is not installed")
-        if module is None:
+        if module is not None:
+            result = StackResult(name=name, left_out=f"'{module}' is not installed")
+        else:
             with tempfile.TemporaryDirectory(prefix="fuelrail-resume-") as place:
                 file = Path(place, "result.json")
                 write = partial(_write_stack, file, name, times=options.times)
@@ -371,11 +404,18 @@ def bench_resume(options: ResumeOptions) -> ResumeReport:
     return report
 
 
-def _write_stack(file: Path, name: str, histories: Sequence[str], *, times: int) -> None:
+def _write_stack(
+    file: Path,
+    name: str,
+    histories: Sequence[str],
+    *,
+    times: int,
+) -> None:
     try:
         kind = load_stack(name)
     except Exception as error:  # noqa: BLE001 - of whatever a library raises when it is imported
-        said = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        words = f"{type(error).__name__}: {error}".split()
+        said = " ".join(words)[:300]
         result = StackResult(name=name, left_out=f"it cannot be imported ({said})")
     else:
         result = run_stack(name, kind, histories, times)
@@ -392,9 +432,9 @@ def print_resume(options: ResumeOptions, printing: PrintOptions) -> int:
         for stack in report.stacks:
             for word, cell in stack.cells.items():
                 sys.stdout.write(f"{stack.name}, {word}: {cell.outcome}\n")
-                sys.stdout.write(
-                    "".join(f"  {line}\n" for line in "\n".join(cell.said).split("\n"))
-                )
+                text = "\n".join(cell.said)
+                for line in text.split("\n"):
+                    sys.stdout.write(f"  {line}\n")
     sys.stdout.write(report.as_text())
     return 0
 

@@ -86,18 +86,19 @@ class RunReport(msgspec.Struct, frozen=True):
         ]
         for stretch in self.stretches:
             ranks = "rank" if stretch.ranks == 1 else "ranks"
-            gap = ", behind positions that were skipped or are not known" if stretch.skipped else ""
-            lost_text = (
-                f"; {stretch.steps_again} steps behind it were thrown away"
-                if stretch.steps_again
-                else ""
-            )
-            lines.append(
+            first_epoch, first_sample = stretch.start
+            end_epoch, end_sample = stretch.end
+            line = (
                 f"  {stretch.num_steps} steps from step {stretch.first_step} on: epoch "
-                f"{stretch.start[0]} sample {stretch.start[1]} to epoch {stretch.end[0]} "
-                f"sample {stretch.end[1]}, global batch {stretch.global_batch}, "
-                f"{stretch.ranks} {ranks}, started {stretch.time}{gap}{lost_text}"
+                f"{first_epoch} sample {first_sample} to epoch {end_epoch} sample {end_sample}, "
+                f"global batch {stretch.global_batch}, {stretch.ranks} {ranks}, started "
+                f"{stretch.time}"
             )
+            if stretch.skipped:
+                line += ", behind positions that were skipped or are not known"
+            if stretch.steps_again:
+                line += f"; {stretch.steps_again} steps behind it were thrown away"
+            lines.append(line)
         return text_of(lines)
 
 
@@ -117,16 +118,13 @@ class _Lengths:
     """
 
     def __init__(self, records: Sequence[Record], start: int) -> None:
-        following = (records[number] for number in range(start + 1, len(records)))
-        segment = itertools.takewhile(
-            lambda record: not isinstance(record, SegmentStart), following
-        )
-        reached = [record for record in segment if isinstance(record, PlaceReached)]
-        self._known = {
-            record.place[0] - 1: record.epoch_length
-            for record in reached
-            if record.epoch_length is not None
-        }
+        self._known: dict[int, int] = {}
+        for record in itertools.islice(records, start + 1, None):
+            if isinstance(record, SegmentStart):
+                break
+            if isinstance(record, PlaceReached) and record.epoch_length is not None:
+                epoch, _ = record.place
+                self._known[epoch - 1] = record.epoch_length
 
     def __call__(self, epoch: int) -> int:
         return self._known.get(epoch, 2**62)
@@ -162,16 +160,15 @@ class RunHistory:
                 lengths=lengths,
             )
             walk = Walk(Cursor(*start.place), batching)
-            self.parts.append(
-                Part(
-                    stretch=stretch,
-                    identity=identity,
-                    walk=walk,
-                    first=self.num_steps,
-                    length=steps_between(walk, stretch.end),
-                )
+            part = Part(
+                stretch=stretch,
+                identity=identity,
+                walk=walk,
+                first=self.num_steps,
+                length=steps_between(walk, stretch.end),
             )
-            self.num_steps += self.parts[-1].length
+            self.parts.append(part)
+            self.num_steps += part.length
         if not self.parts:
             raise ConfigError(f"ledger '{path}' has no start of a run")
 
@@ -179,30 +176,31 @@ class RunHistory:
         """Return the part of a step, and the place before it; raise ConfigError for one that the
         run does not have.
         """
+        if not 0 <= number < self.num_steps:
+            raise ConfigError(
+                f"step {number} is not in ledger '{self.path}': it has the steps 0 to "
+                f"{self.num_steps - 1}"
+            )
         # The last part that begins at the step or before it: parts of no steps begin with others.
         place = bisect.bisect_right(self.parts, number, key=lambda part: part.first) - 1
-        if place >= 0 and number < self.parts[place].first + self.parts[place].length:
-            part = self.parts[place]
-            epoch, batch_number = part.walk.place(number - part.first)
-            batches = part.walk.batches(epoch)
-            return part, Cursor(epoch, batches.start + batch_number * batches.global_batch)
-        raise ConfigError(
-            f"step {number} is not in ledger '{self.path}': it has the steps 0 to "
-            f"{self.num_steps - 1}"
-        )
+        part = self.parts[place]
+        epoch, batch_number = part.walk.place(number - part.first)
+        batches = part.walk.batches(epoch)
+        position = batches.start + batch_number * batches.global_batch
+        return part, Cursor(epoch, position)
 
     def replaced(self) -> dict[Place, SampleReplaced]:
         """Return what replaced bad samples in the steps of the run, of all ranks, by epoch and
         position.
         """
         path = Path(self.path)
-        rank_files = sorted(
-            file for file in path.parent.iterdir() if file.name.startswith(f"{path.name}.rank")
-        )
+        files = path.parent.iterdir()
+        rank_files = sorted(file for file in files if file.name.startswith(f"{path.name}.rank"))
         # A link that leads nowhere is refused when it is read.
         sizes = [file.stat().st_size for file in rank_files if file.exists()]
         num_bytes = self.ledger.size + sum(sizes)
-        if (text := LEDGER.broken(num_bytes)) is not None:
+        text = LEDGER.broken(num_bytes)
+        if text is not None:
             raise ConfigError(
                 f"ledger '{self.path}' with its {len(rank_files)} files of ranks {text}"
             )
@@ -210,12 +208,13 @@ class RunHistory:
         for file in rank_files:
             records += read_ledger(file, open_end=True).records
         ends = {part.stretch.start.place: part.stretch.end for part in self.parts}
-        return {
-            (entry.epoch, entry.position): entry
-            for entry in records
-            if isinstance(entry, SampleReplaced)
-            and (entry.epoch, entry.position) < ends.get(entry.since, (0, 0))
-        }
+        replacements = {}
+        for record in records:
+            if isinstance(record, SampleReplaced):
+                place = record.epoch, record.position
+                if place < ends.get(record.since, (0, 0)):
+                    replacements[place] = record
+        return replacements
 
     def digests(self) -> dict[tuple[int, int, int], str]:
         """Return the digests of the steps of the run, by step, rank and number of ranks."""
@@ -225,31 +224,31 @@ class RunHistory:
         for number, record in enumerate(self.ledger.records):
             if isinstance(record, SegmentStart):
                 newest = part_by_record.get(number)
-            elif (
-                isinstance(record, BatchDigest)
-                and newest is not None
-                and record.place < newest.stretch.end
-            ):
+            if newest is None or not isinstance(record, BatchDigest):
+                continue
+            if record.place < newest.stretch.end:
                 step = newest.first + steps_between(newest.walk, record.place)
                 digests_by_step[step, record.rank, record.ranks] = record.xxh3
         return digests_by_step
 
     def report(self) -> RunReport:
         """Return what the ledger says."""
-        stretches = [
-            StretchReport(
-                first_step=first,
-                num_steps=length,
-                start=stretch.start.place,
-                end=stretch.end,
-                global_batch=stretch.start.global_batch,
-                ranks=stretch.start.ranks,
-                time=stretch.start.time,
-                steps_again=steps_between(walk, stretch.trained) - length,
-                skipped=stretch.skipped,
+        stretches = []
+        for part in self.parts:
+            start = part.stretch.start
+            num_trained = steps_between(part.walk, part.stretch.trained)
+            stretch = StretchReport(
+                first_step=part.first,
+                num_steps=part.length,
+                start=start.place,
+                end=part.stretch.end,
+                global_batch=start.global_batch,
+                ranks=start.ranks,
+                time=start.time,
+                steps_again=num_trained - part.length,
+                skipped=part.stretch.skipped,
             )
-            for stretch, _, walk, first, length in self.parts
-        ]
+            stretches.append(stretch)
         records = self.ledger.records
         num_states = sum(
             isinstance(record, PlaceReached) and record.why == "state" for record in records
@@ -273,11 +272,9 @@ def steps_between(walk: Walk, place: Place) -> int:
     if epoch < walk.start.epoch:
         return 0
     batches = walk.batches(epoch)
-    done = min(
-        -(-max(0, consumed - batches.start) // batches.global_batch),
-        batches.num_steps,
-    )
-    return walk.steps_before(epoch) + done
+    num_samples = max(0, consumed - batches.start)
+    num_batches = -(-num_samples // batches.global_batch)
+    return walk.steps_before(epoch) + min(num_batches, batches.num_steps)
 
 
 def run_history(ledger: str | os.PathLike[str]) -> RunReport:
@@ -302,11 +299,9 @@ class RunDifference(msgspec.Struct, frozen=True):
 
     def as_text(self) -> str:
         """Return the differences as text."""
-        lines = (
-            []
-            if self.first_step is None
-            else [f"step {self.first_step} is the first that differs in its samples"]
-        )
+        lines = []
+        if self.first_step is not None:
+            lines.append(f"step {self.first_step} is the first that differs in its samples")
         if self.first_digest is not None:
             lines.append(f"step {self.first_digest} is the first with another digest of its batch")
         lines += self.settings
@@ -318,34 +313,38 @@ def run_diff(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> R
 
     Raises LedgerError and ConfigError.
     """
-    runs = left_run, right_run = RunHistory(first), RunHistory(second)
+    left_run = RunHistory(first)
+    right_run = RunHistory(second)
     common = min(left_run.num_steps, right_run.num_steps)
     # Between two starts of parts, of either run, the steps follow from the first of them.
-    cuts = sorted({part.first for run in runs for part in run.parts if part.first < common})
-    unlike = [
-        cut for cut in cuts if _samples(*left_run.step(cut)) != _samples(*right_run.step(cut))
-    ]
-    if not unlike and left_run.num_steps != right_run.num_steps:
-        unlike = [common]
-    digests = left_run.digests()
+    starts = {part.first for part in (*left_run.parts, *right_run.parts)}
+    first_step = None
+    if left_run.num_steps != right_run.num_steps:
+        first_step = common
+    for step in sorted(start for start in starts if start < common):
+        if _samples(*left_run.step(step)) != _samples(*right_run.step(step)):
+            first_step = step
+            break
+    left_digests = left_run.digests()
     right_digests = right_run.digests()
-    shared = sorted(digests.keys() & right_digests.keys())
-    changed = [
-        step
-        for step, rank, ranks in shared
-        if digests[step, rank, ranks] != right_digests[step, rank, ranks]
-    ]
-    settings, theirs = (_flat(msgspec.to_builtins(run.parts[-1].stretch.setup)) for run in runs)
-    lines = [
-        f"{name}: {settings.get(name)} | {theirs.get(name)}"
-        for name in {**settings, **theirs}
-        if not name.startswith("loader.") and settings.get(name) != theirs.get(name)
-    ]
+    shared = sorted(left_digests.keys() & right_digests.keys())
+    changed = [key for key in shared if left_digests[key] != right_digests[key]]
+    first_digest = None
+    if changed:
+        first_digest, _, _ = changed[0]
+    left_settings = _flat(msgspec.to_builtins(left_run.parts[-1].stretch.setup))
+    right_settings = _flat(msgspec.to_builtins(right_run.parts[-1].stretch.setup))
+    lines = []
+    for name in {**left_settings, **right_settings}:
+        left = left_settings.get(name)
+        right = right_settings.get(name)
+        if left != right and not name.startswith("loader."):
+            lines.append(f"{name}: {left} | {right}")
     return RunDifference(
-        unlike[0] if unlike else None,
-        changed[0] if changed else None,
-        len(shared),
-        lines,
+        first_step=first_step,
+        first_digest=first_digest,
+        compared_digests=len(shared),
+        settings=lines,
     )
 
 
@@ -363,5 +362,8 @@ def _samples(part: Part, place: Cursor) -> tuple[object, ...]:
 def _flat(value: dict[str, Any], name: str = "") -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key, item in value.items():
-        values |= _flat(item, f"{name}{key}.") if isinstance(item, dict) else {f"{name}{key}": item}
+        if isinstance(item, dict):
+            values |= _flat(item, f"{name}{key}.")
+        else:
+            values[f"{name}{key}"] = item
     return values

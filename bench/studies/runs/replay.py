@@ -107,7 +107,9 @@ def replay(
     is not whole.
     """
     history = RunHistory(ledger)
-    part, place = history.step(step if without is None else min(step, history.num_steps - 1))
+    # Without samples a run may have more steps, which have the settings of the last one.
+    last_step = history.num_steps - 1
+    part, place = history.step(step if without is None else min(step, last_step))
     start = part.stretch.start
     setup = part.stretch.setup
     if rank is not None and not 0 <= rank < start.ranks:
@@ -154,10 +156,12 @@ def replay(
                     "samples_consumed": place.samples_consumed,
                 }
             loader.load_state_dict(state)
+            datasets = loader.datasets.values()
+            has_deleted = any(isinstance(dataset, EarlierDataset) for dataset in datasets)
             try:
                 batch = next(iter(loader))
             except (ShardError, BadSamplesError) as error:
-                if any(isinstance(dataset, EarlierDataset) for dataset in loader.datasets.values()):
+                if has_deleted:
                     raise ConfigError(
                         f"step {step} shows samples that were deleted since, or are damaged, and "
                         "no other sample can take their places in this order: without=FILE makes "
@@ -165,34 +169,33 @@ def replay(
                     ) from error
                 raise
     now = package_versions()
-    differences = [
-        f"{name} was {setup.versions.get(name)}, and is {now.get(name)}"
-        for name in {**setup.versions, **now}
-        if setup.versions.get(name) != now.get(name)
-    ]
+    differences = []
+    for name in {**setup.versions, **now}:
+        version_before = setup.versions.get(name)
+        version = now.get(name)
+        if version != version_before:
+            differences.append(f"{name} was {version_before}, and is {version}")
     keys = batch.get("sample_key", []) if isinstance(batch, dict) else []
     for (epoch, position), replacement in history.replaced().items():
         row = position - place.samples_consumed
-        is_here = (
-            epoch == place.epoch
-            and 0 <= row < start.global_batch
-            and replacement.rank in (rank, replacement.rank * (rank is None))
-        )
-        if is_here and without is None and replacement.replaced_by not in keys:
+        is_in_step = epoch == place.epoch and 0 <= row < start.global_batch
+        is_of_rank = rank is None or replacement.rank == rank
+        is_shown = replacement.replaced_by in keys
+        if without is None and is_in_step and is_of_rank and not is_shown:
             differences.append(
                 f"position {position} was {replacement.replaced_by}, for {replacement.key} "
                 "was bad, and is another"
             )
-    if loader is not None and isinstance(loader, DataLoader):
-        differences += [
-            f"{key} was deleted; another sample is in its place"
-            for key in _deleted_in_step(loader, place, start.global_batch)
-        ]
-    recorded = None
+    if isinstance(loader, DataLoader):
+        deleted = _deleted_in_step(loader, place, start.global_batch)
+        differences += [f"{key} was deleted; another sample is in its place" for key in deleted]
+    matches = None
     if not without:
         num_ranks = 1 if rank is None else start.ranks
         recorded = history.digests().get((step, rank or 0, num_ranks))
-    matches = None if recorded is None else recorded == f"{batch_digest(batch) % 2**64:016x}"
+        if recorded is not None:
+            digest = batch_digest(batch) % 2**64
+            matches = recorded == f"{digest:016x}"
     return Replay(
         batch=batch,
         loader=loader,
@@ -209,15 +212,19 @@ def _deleted_in_step(loader: DataLoader, place: Cursor, global_batch: int) -> li
     if not any(isinstance(dataset, EarlierDataset) for dataset in datasets):
         return []
     positions = place.samples_consumed + np.arange(global_batch)
-    shown_at = loader.where.places(place.epoch, positions % loader.where.epoch_length)
-    keys: dict[str, None] = {}
-    for number, rows in enumerate(shown_at.rows):
-        dataset = datasets[0 if len(datasets) == 1 else int(shown_at.parts[number])]
-        if isinstance(dataset, EarlierDataset):
-            of_rows = (
-                dataset.index.row(row).key for row in rows[shown_at.present[number]].tolist()
-            )
-            keys |= dict.fromkeys(key for key in of_rows if key in dataset.deleted)
+    positions %= loader.where.epoch_length
+    places = loader.where.places(place.epoch, positions)
+    keys: set[str] = set()
+    for number, rows in enumerate(places.rows):
+        part = 0 if len(datasets) == 1 else int(places.parts[number])
+        dataset = datasets[part]
+        if not isinstance(dataset, EarlierDataset):
+            continue
+        is_present = places.present[number]
+        for row in rows[is_present].tolist():
+            key = dataset.index.row(row).key
+            if key in dataset.deleted:
+                keys.add(key)
     return sorted(keys)
 
 
@@ -261,9 +268,9 @@ def make_loader(
             BadSamplePolicy,
             "bad_samples",
         )
-        if (window := options["window"]) is not None:
-            is_timed = "channels" in window
-            kind = TimeWindow if is_timed else FrameWindow
+        window = options["window"]
+        if window is not None:
+            kind = TimeWindow if "channels" in window else FrameWindow
             options["window"] = convert(window, kind, "window")
         order = convert(setup.loader["order"], OrderSpec, "order")
         if not places:
@@ -280,40 +287,36 @@ def make_loader(
     # Files that the order names must be regular, and below the folder.
     folder = Path(files)
     named_files = [order.subset, *order.without]
-    for weightings in (
-        order.weights,
-        *(stage.weights for stage in order.stages),
-    ):
-        named_files += [
-            weighting.file for weighting in weightings if isinstance(weighting, FileWeights)
-        ]
+    for rules in (order.weights, *(stage.weights for stage in order.stages)):
+        weightings = [rule for rule in rules if isinstance(rule, FileWeights)]
+        named_files += [weighting.file for weighting in weightings]
     for file in named_files:
         if not isinstance(file, str):
             continue
         subject = f"the ledger names the file {shortened(file)!r}"
         try:
             path = Path(file).resolve(strict=True)
-            if not path.is_relative_to(folder.resolve()):
-                raise ConfigError(
-                    f"{subject}, which is not below '{folder}'; to read it, name its folder: "
-                    "--files FOLDER, or files=FOLDER in Python"
-                )
-            if not path.is_file():
-                raise ConfigError(f"{subject}, which is not a regular file")
+            is_below = path.is_relative_to(folder.resolve())
+            is_regular = is_below and path.is_file()
         except (OSError, ValueError, RuntimeError) as error:
-            if isinstance(error, ConfigError):
-                raise
             raise ConfigError(f"{subject}, which cannot be read") from error
+        if not is_below:
+            raise ConfigError(
+                f"{subject}, which is not below '{folder}'; to read it, name its folder: "
+                "--files FOLDER, or files=FOLDER in Python"
+            )
+        if not is_regular:
+            raise ConfigError(f"{subject}, which is not a regular file")
     if without is not None:
         entry = without if isinstance(without, str) else tuple(without)
         order = msgspec.structs.replace(order, without=(*order.without, entry))
     options["order"] = order
-    if missing := [name for name in named if name not in functions]:
-        problem = f"{missing[0]}={named[missing[0]]}"
-        raise ConfigError(
-            f"the run had {problem}, which a ledger does not keep: give "
-            f"functions={{{missing[0]!r}: ...}}"
-        )
+    for name, function in named.items():
+        if name not in functions:
+            raise ConfigError(
+                f"the run had {name}={function}, which a ledger does not keep: give "
+                f"functions={{{name!r}: ...}}"
+            )
     if dataset is not None and options["mix"] is not None:
         raise ConfigError(
             f"dataset='{dataset}' is one, and the run mixed {', '.join(places)}: put them "
@@ -322,27 +325,31 @@ def make_loader(
     fingerprints = part.identity.dataset
     if isinstance(fingerprints, str):
         fingerprints = dict.fromkeys(places, fingerprints)
-    locations: dict[str, Any] = places if dataset is None else {next(iter(places)): dataset}
-    opened: dict[str, Any] = {
-        name: as_it_was(place, fingerprints.get(name, ""), receipts)
-        for name, place in locations.items()
-    }
-    earlier = [
-        opened_dataset
-        for opened_dataset in opened.values()
-        if isinstance(opened_dataset, EarlierDataset)
-    ]
-    if earlier and options["layers"]:
+    locations: dict[str, Any] = places
+    if dataset is not None:
+        name = next(iter(places))
+        locations = {name: dataset}
+    opened: dict[str, Any] = {}
+    num_samples = 0
+    is_earlier = False
+    for name, place in locations.items():
+        opened[name] = as_it_was(place, fingerprints.get(name, ""), receipts)
+        if isinstance(opened[name], EarlierDataset):
+            is_earlier = True
+            num_samples += len(opened[name])
+    if is_earlier and options["layers"]:
         options["layers"] = _open_layers_of(part, options["layers"], opened, receipts)
-    if earlier:  # the policy of the run does not know such samples
+    if is_earlier:  # the policy of the run does not know such samples
         has_packs = order.pack is not None or order.bucket is not None
         options["bad_samples"] = {
             "on_error": "raise" if has_packs else "substitute",
-            "max_bad": sum(map(len, earlier)),
+            "max_bad": num_samples,
             "file": None,
         }
     data = next(iter(opened.values())) if options["mix"] is None else opened
-    options |= {**functions, "world": World(), "prefetch_factor": 1}
+    options |= functions
+    options["world"] = World()
+    options["prefetch_factor"] = 1
     try:
         loader = DataLoader(data, start.global_batch, **options)
         if rank is not None:
@@ -360,7 +367,8 @@ def _open_layers_of(
 ) -> dict[str, Any]:
     """Return the layers of a run as they were, by name; of a mix by dataset and name."""
     fingerprints: Any = part.identity.layers or {}
-    is_mix = part.stretch.setup.loader is not None and part.stretch.setup.loader["mix"] is not None
+    settings = part.stretch.setup.loader
+    is_mix = settings is not None and settings["mix"] is not None
     if not is_mix:
         name = next(iter(datasets))
         layers = {name: layers}
@@ -368,17 +376,20 @@ def _open_layers_of(
     opened: dict[str, dict[str, Layer]] = {}
     for dataset, layers_of_dataset in layers.items():
         opened[dataset] = {}
+        fingerprints_of_dataset = fingerprints.get(dataset, {})
         for name, place in layers_of_dataset.items():
             options = LayerOptions(place) if isinstance(place, str) else LayerOptions(**place)
             opened[dataset][name] = layer_as_it_was(
                 name,
                 options.path,
                 base=datasets[dataset],
-                fingerprint=fingerprints.get(dataset, {}).get(name, ""),
+                fingerprint=fingerprints_of_dataset.get(name, ""),
                 receipts=receipts,
                 missing=options.missing,
             )
-    return dict(opened) if is_mix else dict(next(iter(opened.values())))
+    if is_mix:
+        return dict(opened)
+    return dict(next(iter(opened.values())))
 
 
 class Showing(msgspec.Struct, frozen=True):
@@ -415,30 +426,32 @@ class SeenReport(msgspec.Struct, frozen=True):
 
     def as_text(self) -> str:
         """Return the showings as text."""
-        lines = [
-            (
+        lines = []
+        for showing in self.showings:
+            line = (
                 f"{showing.key}: step {showing.step}, epoch {showing.epoch}, position "
                 f"{showing.position}, rank {showing.rank}, draw {showing.draw}"
             )
-            + (", as a frame of a window" if showing.as_frame else "")
-            + ("" if showing.valid else ", as padding")
-            + ("" if showing.stands_for is None else f", in the place of {showing.stands_for}")
-            + ("" if showing.replaced_by is None else f", replaced by {showing.replaced_by}")
-            for showing in self.showings
-        ]
+            if showing.as_frame:
+                line += ", as a frame of a window"
+            if not showing.valid:
+                line += ", as padding"
+            if showing.stands_for is not None:
+                line += f", in the place of {showing.stands_for}"
+            if showing.replaced_by is not None:
+                line += f", replaced by {showing.replaced_by}"
+            lines.append(line)
         clean = "no saved state is from before them"
         if self.newest_clean is not None:
             epoch, consumed = self.newest_clean
             clean = (
                 f"the newest saved state without them is that of epoch {epoch}, {consumed} samples"
             )
-            clean += "" if self.checkpoint is None else f": {self.checkpoint}"
-        return text_of(
-            [
-                *lines,
-                f"{self.num_samples} samples were shown {len(self.showings)} times; {clean}",
-            ]
-        )
+            if self.checkpoint is not None:
+                clean += f": {self.checkpoint}"
+        num_showings = len(self.showings)
+        lines.append(f"{self.num_samples} samples were shown {num_showings} times; {clean}")
+        return text_of(lines)
 
 
 def seen(
@@ -489,8 +502,8 @@ def seen(
             loader.load_state_dict(state)  # refuses another dataset, or one that has changed
             samples_of_parts = _samples(loader, part.identity.split, names)
             num = sum(map(len, samples_of_parts))
-            last = part.walk.place(part.length - 1)[0]
-            for epoch in range(part.walk.start.epoch, last + 1):
+            last_epoch, _ = part.walk.place(part.length - 1)
+            for epoch in range(part.walk.start.epoch, last_epoch + 1):
                 for of_part, samples in enumerate(samples_of_parts):
                     if len(samples):
                         showings += _in_epoch(
@@ -503,16 +516,12 @@ def seen(
                         )
     showings.sort(key=lambda showing: (showing.step, showing.position))
     # The newest saved state that none of the showings is before.
-    places = [
-        item.place
-        for item in history.ledger.records
-        if isinstance(item, PlaceReached) and item.why == "state"
-    ]
-    places += [
-        part.stretch.start.restored
-        for part in history.parts
-        if part.stretch.start.restored is not None
-    ]
+    records = [record for record in history.ledger.records if isinstance(record, PlaceReached)]
+    places = [record.place for record in records if record.why == "state"]
+    for part in history.parts:
+        restored = part.stretch.start.restored
+        if restored is not None:
+            places.append(restored)
     names_of_states: dict[tuple[int, int], str] = {}
     if checkpoints is not None:
         for name, saved in saved_states(checkpoints).items():
@@ -528,7 +537,11 @@ def seen(
     return SeenReport(showings, num, newest, checkpoint)
 
 
-def _samples(loader: DataLoader, split: str, names: Sequence[str]) -> list[NDArray[np.int64]]:
+def _samples(
+    loader: DataLoader,
+    split: str,
+    names: Sequence[str],
+) -> list[NDArray[np.int64]]:
     """Return the samples with these keys, or of these clips, of each dataset: numbers in its
     split.
     """
@@ -538,21 +551,23 @@ def _samples(loader: DataLoader, split: str, names: Sequence[str]) -> list[NDArr
         entry = dataset.split(split)
         first = entry.first_sample
         end = entry.first_sample + entry.num_samples
-        by_key = {
-            name: row
-            for name in names
-            if (row := dataset.find(name)) is not None and first <= row < end
-        }
-        clips = [name for name in names if name not in by_key]
-        of_clips: NDArray[np.int64] = np.zeros(0, np.int64)
+        samples: set[int] = set()
+        clips = []
+        for name in names:
+            row = dataset.find(name)
+            if row is not None and first <= row < end:
+                samples.add(row - first)
+                unknown.discard(name)
+            else:
+                clips.append(name)
         if clips:
             column = dataset.index.texts("clip_id", first, end)
-            of_clips = np.flatnonzero(
-                pc.is_in(column, value_set=pa.array(clips, pa.string())).to_numpy()
-            )
-            unknown -= set(column.take(of_clips).unique().to_pylist())
-        unknown -= by_key.keys()
-        rows.append({row - first for row in by_key.values()} | set(of_clips.tolist()))
+            is_of_clips = pc.is_in(column, value_set=pa.array(clips, pa.string()))
+            samples_of_clips = np.flatnonzero(is_of_clips.to_numpy())
+            clips_of_samples = column.take(samples_of_clips).unique()
+            unknown -= set(clips_of_samples.to_pylist())
+            samples.update(samples_of_clips.tolist())
+        rows.append(samples)
     if unknown:
         raise ConfigError(
             f"no sample or clip of split '{split}' is called {shortened(min(unknown))!r}"
@@ -575,29 +590,28 @@ def _in_epoch(
     first = dataset.split(part.identity.split).first_sample
     keys = [dataset.index.row(first + sample).key for sample in samples.tolist()]
     indices, positions, is_own = loader.where.find(epoch, of_part, samples)
-    shortened = list(
-        zip(
-            [keys[place] for place in indices.tolist()],
-            positions.tolist(),
-            is_own.tolist(),
-            strict=True,
-        )
-    )
-    stands_for = {
-        place: entry
-        for (epoch_of, place), entry in replaced.items()
-        if epoch_of == epoch and entry.replaced_by in keys
-    }
-    shortened += [(entry.replaced_by, position, True) for position, entry in stands_for.items()]
-    places = loader.where.places(epoch, np.array([place for _, place, _ in shortened], np.int64))
-    valid = [True] * len(shortened) if "pack" in places.flags else places.valid.tolist()
+    keys_shown = [keys[index] for index in indices.tolist()]
+    draws_of_samples = list(zip(keys_shown, positions.tolist(), is_own.tolist(), strict=True))
+    for (epoch_of_entry, position), entry in replaced.items():
+        if epoch_of_entry == epoch and entry.replaced_by in keys:
+            draws_of_samples.append((entry.replaced_by, position, True))
+    positions = np.array([position for _, position, _ in draws_of_samples], np.int64)
+    places = loader.where.places(epoch, positions)
+    valid = places.valid.tolist()
+    if "pack" in places.flags:
+        valid = [True] * len(draws_of_samples)
     first_step = part.first + steps_between(part.walk, (epoch, 0))
     num_steps = min(batches.num_steps, part.first + part.length - first_step)
     showings = []
     draws = dict.fromkeys(keys, 0)
-    for (key, position, is_own_sample), is_valid in zip(shortened, valid, strict=True):
+    for (key, position, is_own_sample), is_valid in zip(draws_of_samples, valid, strict=True):
         replacement = replaced.get((epoch, position))
-        stands_in = replacement is not None and replacement.replaced_by == key
+        stands_for = None
+        replaced_by = None
+        if replacement is not None and replacement.replaced_by == key:
+            stands_for = replacement.key
+        elif replacement is not None and is_own_sample:
+            replaced_by = replacement.replaced_by
         # Beyond the epoch's end the last step shows its first positions again.
         for running in (position, position + batches.epoch_length):
             step, row = divmod(running - batches.start, batches.global_batch)
@@ -608,24 +622,20 @@ def _in_epoch(
                     costs = order.position_costs(order.epoch(epoch), running_step)
                     dealt = deal(costs, start.ranks * order.balance.micro_batches)
                     row = int(np.flatnonzero(dealt == row)[0])
-                showings.append(
-                    Showing(
-                        key=key,
-                        step=first_step + step,
-                        epoch=epoch,
-                        position=position,
-                        rank=(start.ranks * (row + 1) - 1) // batches.global_batch,
-                        draw=draws[key],
-                        as_frame=not is_own_sample,
-                        valid=is_valid and running == position,
-                        stands_for=replacement.key
-                        if replacement is not None and stands_in
-                        else None,
-                        replaced_by=None
-                        if replacement is None or stands_in or not is_own_sample
-                        else replacement.replaced_by,
-                    )
+                rank = (start.ranks * (row + 1) - 1) // batches.global_batch
+                showing = Showing(
+                    key=key,
+                    step=first_step + step,
+                    epoch=epoch,
+                    position=position,
+                    rank=rank,
+                    draw=draws[key],
+                    as_frame=not is_own_sample,
+                    valid=is_valid and running == position,
+                    stands_for=stands_for,
+                    replaced_by=replaced_by,
                 )
+                showings.append(showing)
         draws[key] += is_own_sample
     return showings
 
@@ -638,18 +648,15 @@ def saved_states(checkpoints: str | os.PathLike[str]) -> dict[str, Any]:
     place = os.fspath(checkpoints)
     if not place.endswith(".json"):
         store = Store(place)
-        return {
-            name: store.read(name, slice(0)).progress.loader for name in reversed(store.complete())
-        }
+        states = {}
+        for name in reversed(store.complete()):
+            manifest = store.read(name, slice(0))
+            states[name] = manifest.progress.loader
+        return states
     try:
         data = read_regular(place, UNTYPED)
         return msgspec.json.decode(data, type=dict[str, Any])
-    except (
-        OSError,
-        msgspec.DecodeError,
-        UnicodeDecodeError,
-        RecursionError,
-    ) as error:
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         why = error.strerror if isinstance(error, OSError) else explain(error, data, dict[str, Any])
         raise ConfigError(
             f"checkpoints='{place}' must be a JSON file of loaders' states by name: {why}"

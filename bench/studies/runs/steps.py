@@ -53,13 +53,15 @@ class RunSteps:
 
             settings = part.stretch.setup.loader or {}
             functions = settings.get("functions")
-            is_mix = settings.get("mix") is not None
             names = functions if isinstance(functions, dict) else ()
+            dataset = None
+            if settings.get("mix") is None:
+                dataset = self._dataset.url or self._dataset.root
             with make_loader(  # which has the order, and loads nothing
                 part,
                 ledger=self._history.path,
                 rank=None,
-                dataset=None if is_mix else self._dataset.url or self._dataset.root,
+                dataset=dataset,
                 functions=dict.fromkeys(names, lambda value: value),
                 files=Path(self._history.path).parent,
             ) as loader:
@@ -68,16 +70,20 @@ class RunSteps:
                 self._loaders[part.first] = loader
         loader = self._loaders[part.first]
         count = min(part.stretch.start.global_batch, limit)
-        positions = (place.samples_consumed + np.arange(count)) % loader.where.epoch_length
+        positions = place.samples_consumed + np.arange(count)
+        positions %= loader.where.epoch_length
         entries = loader.where.order.epoch(place.epoch).entries(positions)
+        has_packs = "pack" in entries.flags
         datasets = list(loader.datasets.values())
         keys = []
         for entry in np.flatnonzero(entries.valid).tolist():
             data = datasets[int(entries.parts[entry])]
             first = data.split(part.identity.split).first_sample
-            key = data.index.row(first + int(entries.samples[entry])).key
-            stand_in = self._replaced.get((place.epoch, int(positions[entry])))
-            if stand_in is not None and "pack" not in entries.flags:
+            row = first + int(entries.samples[entry])
+            key = data.index.row(row).key
+            position = int(positions[entry])
+            stand_in = self._replaced.get((place.epoch, position))
+            if stand_in is not None and not has_packs:
                 key = stand_in.replaced_by
             keys.append(key)
         return SeenStep(place.epoch, keys)

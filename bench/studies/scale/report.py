@@ -21,11 +21,7 @@ class ScaleOptions(CheckedSettings, frozen=True, kw_only=True):
     ranks: Annotated[
         tuple[Positive, ...],
         flag("numbers of ranks to measure (default: 1 2 4)"),
-    ] = (
-        1,
-        2,
-        4,
-    )
+    ] = (1, 2, 4)
     split: Annotated[str, flag("split to train on")] = "train"
     batch_size: Annotated[Positive, flag("samples per rank in weak scaling")] = 2
     steps: Annotated[Positive, flag("steps of each run")] = 50
@@ -63,7 +59,9 @@ class ScaleReport(ReportHeader, frozen=True, kw_only=True):
 
 
 def with_efficiencies(
-    runs: list[MeasuredRun], batch_size: int, global_batch: int
+    runs: list[MeasuredRun],
+    batch_size: int,
+    global_batch: int,
 ) -> list[MeasuredRun]:
     """Return runs with their efficiencies, against the first run of each scaling.
 
@@ -78,7 +76,12 @@ def with_efficiencies(
         first = alike[0]
         return run.samples_per_s / run.num_ranks * first.num_ranks / first.samples_per_s
 
-    return [
-        msgspec.structs.replace(run, weak=efficiency(run, weak), strong=efficiency(run, strong))
-        for run in runs
-    ]
+    with_efficiency = []
+    for run in runs:
+        run_with_efficiency = msgspec.structs.replace(
+            run,
+            weak=efficiency(run, weak),
+            strong=efficiency(run, strong),
+        )
+        with_efficiency.append(run_with_efficiency)
+    return with_efficiency

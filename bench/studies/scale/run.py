@@ -108,7 +108,10 @@ def scale(
 
 
 def plan_runs(
-    dataset: str | os.PathLike[str], options: ScaleOptions, global_batch: int, records: Path
+    dataset: str | os.PathLike[str],
+    options: ScaleOptions,
+    global_batch: int,
+    records: Path,
 ) -> list[list[RunPlan]]:
     """Return the checked runs of each number of ranks, which it makes one after another in the same
     processes.

@@ -28,8 +28,10 @@ def cost_model(order: OrderSpec | None) -> str | Cost | None:
     """Return the cost of a sample that an order balances by, else that of its packs; None
     without either.
     """
-    by = order and (order.balance or order.pack)
-    return by.cost if by else None
+    if order is None:
+        return None
+    rule = order.balance or order.pack
+    return None if rule is None else rule.cost
 
 
 class CostFit(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,11 +59,9 @@ class CostFit(msgspec.Struct, frozen=True, kw_only=True):
             f"{ns:.4g} ns a {name} (standard error {error:.2g})"
             for name, (ns, error) in self.terms_ns.items()
         )
-        lost = (
-            f" Not certain, so left out: {', '.join(self.left_out)}; more steps may tell."
-            if self.left_out
-            else ""
-        )
+        lost = ""
+        if self.left_out:
+            lost = f" Not certain, so left out: {', '.join(self.left_out)}; more steps may tell."
         return (
             f"Forward and backward of {self.num_steps} of {self.num_measured} steps take a "
             f"part that all have, and {terms}; the fit leaves {self.residual:.1%} of the "
@@ -81,62 +81,77 @@ def fit_cost(
     standard errors are left out, the least certain first. Refused are columns that never differ,
     and terms that others explain: a variance inflation factor above 10^4.
     """
-    terms = [("", 0), *((name, power) for name in sums[0] for power in (1, 2))]
-    table = np.array(
-        [
-            [
-                next(iter(step.values()))[0],
-                *(value for x in step.values() for value in x[1:]),
-            ]
-            for step in sums
-        ]
-    )
+    terms = [("", 0)]
+    for name in sums[0]:
+        terms.append((name, 1))
+        terms.append((name, 2))
+    rows = []
+    for step in sums:
+        num_samples = next(iter(step.values()))[0]
+        row = [num_samples]
+        for column_sums in step.values():
+            row.extend(column_sums[1:])
+        rows.append(row)
+    table = np.array(rows)
     if not np.ptp(table[:, 0]):  # as many samples in each step: their own part is that of the step
         terms = terms[1:]
         table = table[:, 1:]
     units = [("sample", name, f"{name} squared")[power] for name, power in terms]
-    refused = (
-        f"{len(terms)} terms need {4 * len(terms)} steps" if len(table) < 4 * len(terms) else None
-    )
-    if still := [unit for unit, column in zip(units, table.T, strict=True) if not np.ptp(column)]:
-        refused = f"{still[0]} is the same in all of them"
-    if refused is None:
-        inflation = np.diag(np.linalg.inv(np.corrcoef(table.T) + 1e-9 * np.eye(len(terms))))
-        if alike := [
-            unit for unit, factor in zip(units, inflation, strict=True) if factor > _MAX_INFLATION
-        ]:
-            refused = f"{' and '.join(alike)} rise and fall together, so cannot be distinguished"
-    if refused is not None:
-        return CostFit(num_measured=len(table), refused=refused)
+    num_terms = len(terms)
+    num_measured = len(table)
+    for unit, column in zip(units, table.T, strict=True):
+        if not np.ptp(column):
+            refused = f"{unit} is the same in all of them"
+            return CostFit(num_measured=num_measured, refused=refused)
+    if num_measured < 4 * num_terms:
+        refused = f"{num_terms} terms need {4 * num_terms} steps"
+        return CostFit(num_measured=num_measured, refused=refused)
+    correlation = np.corrcoef(table.T) + 1e-9 * np.eye(num_terms)
+    inflation = np.diag(np.linalg.inv(correlation))
+    alike = [units[number] for number in np.flatnonzero(inflation > _MAX_INFLATION)]
+    if alike:
+        refused = f"{' and '.join(alike)} rise and fall together, so cannot be distinguished"
+        return CostFit(num_measured=num_measured, refused=refused)
     residuals = np.abs(_solve(table, times_ns)[2])
-    usual = residuals <= _OUTLIER * np.median(residuals) + 1e-9 * times_ns.mean()
-    columns_used = list(range(len(terms)))
+    limit = _OUTLIER * np.median(residuals) + 1e-9 * times_ns.mean()
+    is_usual = residuals <= limit
+    table = table[is_usual]
+    times_ns = times_ns[is_usual]
+    columns_used = list(range(num_terms))
     while True:
-        ns, errors, residuals = _solve(table[usual][:, columns_used], times_ns[usual])
+        ns, errors, residuals = _solve(table[:, columns_used], times_ns)
         if not columns_used or (ns >= _MIN_T * errors).all():
             break
-        del columns_used[int((ns / errors).argmin())]
-    if not any(terms[column_number][1] for column_number in columns_used):
-        return CostFit(num_measured=len(table), refused="times do not follow the columns")
+        least_certain = int((ns / errors).argmin())
+        del columns_used[least_certain]
+    if not any(terms[number][1] for number in columns_used):
+        return CostFit(num_measured=num_measured, refused="times do not follow the columns")
     # Of the smallest three digits, and of the largest no more than a `Cost` can hold.
-    divisor = 10 ** max(0, min(2 - floor(log10(ns.min())), 17 - floor(log10(ns.max()))))
-    parts: tuple[dict[str, int], ...] = ({}, {}, {})
-    for column_number, value in zip(columns_used, ns.tolist(), strict=True):
-        parts[terms[column_number][1]][terms[column_number][0]] = round(value * divisor)
+    digits = 2 - floor(log10(ns.min()))
+    max_digits = 17 - floor(log10(ns.max()))
+    divisor = 10 ** max(0, min(digits, max_digits))
+    constant = 0
+    linear: dict[str, int] = {}
+    quadratic: dict[str, int] = {}
+    terms_ns = {}
+    for number, value, error in zip(columns_used, ns.tolist(), errors.tolist(), strict=True):
+        terms_ns[units[number]] = value, error
+        name, power = terms[number]
+        factor = round(value * divisor)
+        if power == 0:
+            constant = factor
+        elif power == 1:
+            linear[name] = factor
+        else:
+            quadratic[name] = factor
+    root_mean_square = np.sqrt(np.mean(residuals**2))
     return CostFit(
-        num_measured=len(table),
-        num_steps=int(usual.sum()),
-        residual=float(np.sqrt(np.mean(residuals**2)) / times_ns[usual].mean()),
-        terms_ns={
-            units[column_number]: (value, error)
-            for column_number, value, error in zip(
-                columns_used, ns.tolist(), errors.tolist(), strict=True
-            )
-        },
-        left_out=[
-            unit for column_number, unit in enumerate(units) if column_number not in columns_used
-        ],
-        cost=Cost(parts[1], parts[2], sum(parts[0].values()), divisor),
+        num_measured=num_measured,
+        num_steps=len(table),
+        residual=float(root_mean_square / times_ns.mean()),
+        terms_ns=terms_ns,
+        left_out=[unit for number, unit in enumerate(units) if number not in columns_used],
+        cost=Cost(linear, quadratic, constant, divisor),
     )
 
 
@@ -153,10 +168,11 @@ def _solve(
     solution, _ = nnls(design / scale, times)
     residuals = times - design / scale @ solution
     spread = residuals @ residuals / (len(times) - design.shape[1])
-    errors = (
-        np.sqrt(spread * np.diag(np.linalg.pinv((design / scale).T @ (design / scale)))) + 1e-300
-    )
-    return (solution / scale)[1:], (errors / scale)[1:], residuals
+    information = (design / scale).T @ (design / scale)
+    variances = spread * np.diag(np.linalg.pinv(information))
+    errors = np.sqrt(variances) + 1e-300
+    coefficients = solution / scale
+    return coefficients[1:], (errors / scale)[1:], residuals
 
 
 class Loss(NamedTuple):
@@ -176,29 +192,35 @@ def losses_of(ranks: Sequence[Sequence[StepRecord]], cost: str | Cost | None) ->
     mean of the ranks, in parts of it; its time is what the mean rank waits, (1 - mean / dearest) of
     the dearest rank's forward and backward.
     """
-    compute_ms = (
-        np.array([[step.forward_ns + step.backward_ns for step in rank] for rank in ranks])
-        / NS_PER_MS
-    )
-    padding = np.array(
-        [[step.padding for step in rank] for rank in ranks], np.float64
-    )  # None is NaN
+    compute_ns = [[step.forward_ns + step.backward_ns for step in rank] for rank in ranks]
+    compute_ms = np.array(compute_ns) / NS_PER_MS
+    paddings = [[step.padding for step in rank] for rank in ranks]
+    padding = np.array(paddings, np.float64)  # None is NaN
     losses: dict[str, Loss] = {}
     if not np.isnan(padding).any() and padding.any():
-        losses["padding"] = Loss(float(padding.mean()), float((padding * compute_ms).mean()))
+        padding_ms = padding * compute_ms
+        losses["padding"] = Loss(
+            size=float(padding.mean()),
+            time_ms=float(padding_ms.mean()),
+        )
     if cost is not None and len(ranks) > 1:
         model = Cost({cost: 1}) if isinstance(cost, str) else cost
         loads = np.zeros(compute_ms.shape)
-        for place in np.ndindex(*loads.shape):
-            sums = ranks[place[0]][place[1]].sums
+        for rank, step in np.ndindex(*loads.shape):
+            sums = ranks[rank][step].sums
             count = next(iter(sums.values()))[0]
             linear = sum(factor * sums[name][1] for name, factor in model.linear.items())
             quadratic = sum(factor * sums[name][2] for name, factor in model.quadratic.items())
-            loads[place] = model.constant * count + linear + quadratic
+            loads[rank, step] = model.constant * count + linear + quadratic
         loads[:, ~loads.any(axis=0)] = 1.0  # all ranks cost nothing
         mean = loads.mean(axis=0)
         dearest = loads.max(axis=0)
         dearest_rank = loads.argmax(axis=0)
-        waits_ms = (1 - mean / dearest) * compute_ms[dearest_rank, np.arange(len(dearest_rank))]
-        losses["imbalance"] = Loss(float((dearest / mean - 1).mean()), float(waits_ms.mean()))
+        dearest_ms = compute_ms[dearest_rank, np.arange(len(dearest_rank))]
+        waits_ms = (1 - mean / dearest) * dearest_ms
+        excess = dearest / mean - 1
+        losses["imbalance"] = Loss(
+            size=float(excess.mean()),
+            time_ms=float(waits_ms.mean()),
+        )
     return losses

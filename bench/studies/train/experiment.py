@@ -86,9 +86,11 @@ def make_loader(
             "'tokens' of any length; take a smaller budget, or none"
         )
     if channels and layer is not None:
-        channels += [
-            f"{LAYER}.{channel.name}" for channel in open_layer_data(layer).manifest.channels
-        ]
+        layer_channels = open_layer_data(layer).manifest.channels
+        channels += [f"{LAYER}.{channel.name}" for channel in layer_channels]
+    order = settings.order
+    if order is None and window:
+        order = OrderSpec(kind="windowed", seed=settings.seed, window=window)
     transforms = transforms_of(settings)
     if channels:
         names = (*(transforms.select or ()), *channels)
@@ -96,13 +98,11 @@ def make_loader(
     loader = DataLoader(
         settings.dataset,
         settings.batch_size,
-        shuffle=None if settings.order or window else True,
+        shuffle=True if order is None else None,
         split=settings.split,
         seed=settings.seed,
         drop_last=True,
-        order=settings.order
-        or (window and OrderSpec(kind="windowed", seed=settings.seed, window=window))
-        or None,
+        order=order,
         num_workers=settings.workers,
         prefetch_factor=settings.prefetch_factor,
         transforms=transforms,
@@ -178,15 +178,14 @@ def token_channel(place: str, model_name: str) -> list[str]:
     if not isinstance(size, GptSettings):
         return []
     dataset = open_dataset(place)
-    channel = next(
-        (entry for entry in dataset.manifest.extra_channels if entry.name == "tokens"),
-        None,
-    )
+    channels = {channel.name: channel for channel in dataset.manifest.extra_channels}
+    channel = channels.get("tokens")
     if channel is None:
         return []
     length = channel.shape[0] if channel.shape else 0
     words = channel.vocabulary
-    if channel.kind != "tokens" or (length is not None and length <= size.context) or words is None:
+    is_long = length is None or length > size.context
+    if channel.kind != "tokens" or words is None or not is_long:
         raise ConfigError(
             f"channel 'tokens' of '{dataset.location}' is of kind '{channel.kind}', shape "
             f"{list(channel.shape)}; model '{model_name}' reads kind 'tokens' of any "
@@ -205,18 +204,15 @@ def transforms_of(settings: TrainSettings) -> Transforms:
 
     Raise ConfigError for a file without them.
     """
-    transforms = (
-        Transforms()
-        if settings.transforms is None
-        else as_settings(settings.transforms, Transforms, "transforms")
-    )
-    if settings.model in MODELS and transforms.image is None and transforms.camera_groups is None:
+    transforms = Transforms()
+    if settings.transforms is not None:
+        transforms = as_settings(settings.transforms, Transforms, "transforms")
+    names_size = transforms.image is not None or transforms.camera_groups is not None
+    if settings.model in MODELS and not names_size:
         transforms = msgspec.structs.replace(transforms, image=MODEL_IMAGE)
-    return (
-        msgspec.structs.replace(transforms, decoder=settings.decoder)
-        if settings.decoder != "auto"
-        else transforms
-    )
+    if settings.decoder != "auto":
+        transforms = msgspec.structs.replace(transforms, decoder=settings.decoder)
+    return transforms
 
 
 def from_memory(
@@ -239,7 +235,8 @@ def summing(
     it was last called.
     """
     model = cost_model(settings.order)
-    names = list(dict.fromkeys((*settings.cost, *(() if model is None else cost_columns(model)))))
+    columns_of_model = () if model is None else cost_columns(model)
+    names = list(dict.fromkeys((*settings.cost, *columns_of_model)))
     if not names:
         return iter(batches), dict
     dataset = open_dataset(settings.dataset)
@@ -248,13 +245,15 @@ def summing(
     first = dataset.split(settings.split).first_sample
 
     def sums() -> dict[str, tuple[int, float, float]]:
-        rows = table.take(torch.cat(rows_taken).cpu().numpy() - first)
+        samples = torch.cat(rows_taken).cpu().numpy() - first
+        rows = table.take(samples)
         rows_taken.clear()
-        columns = {name: compute_costs(name, rows).astype(np.float64) for name in names}
-        return {
-            name: (len(rows), float(values.sum()), float(values @ values))
-            for name, values in columns.items()
-        }
+        sums_by_column = {}
+        for name in names:
+            values = compute_costs(name, rows).astype(np.float64)
+            sum_of_squares = float(values @ values)
+            sums_by_column[name] = len(rows), float(values.sum()), sum_of_squares
+        return sums_by_column
 
     def noted() -> Iterator[Mapping[str, Any]]:
         for batch in batches:
@@ -283,13 +282,12 @@ def noting_input(
                     model = build_model(count_for)
                 inputs = [tensor[:1].to("meta") for tensor in model.inputs(batch)]
                 flop = count_training_flop(model, inputs)
-            writer.write(
-                InputFacts(
-                    num_cameras=num_cameras,
-                    height=height,
-                    width=width,
-                    train_flop=flop,
-                )
+            facts = InputFacts(
+                num_cameras=num_cameras,
+                height=height,
+                width=width,
+                train_flop=flop,
             )
+            writer.write(facts)
         yield batch
         del batch  # or its buffer would not be free while the next one is waited for

@@ -78,9 +78,8 @@ def bench_train(
         if not in_world:
             report = measure_all([run]).reports[0]
         else:
-            from fuelrail.bench.studies.train.worker import (
-                run_in_world,
-            )  # takes seconds: torch
+            # Takes seconds: torch.
+            from fuelrail.bench.studies.train.worker import run_in_world
 
             _prepare(run)
             machine = machine_facts()
@@ -137,24 +136,22 @@ def measure_all(runs: Sequence[RunPlan]) -> RunReports:
             def show_progress() -> None:
                 if not progress.due():
                     return
-                files = [
-                    file
-                    for run in runs
-                    if (file := rank_path(Path(run.settings.records), 0)).exists()
-                ]
+                files = [rank_path(Path(run.settings.records), 0) for run in runs]
+                files = [file for file in files if file.exists()]
                 number = max(1, len(files))
                 settings = runs[number - 1].settings
                 done = len(read_rank(files[-1]).steps) if files else 0
-                target = f" of {settings.steps}" if settings.steps else ""
-                without = (
-                    f" without {' and '.join(settings.leave_out)}" if settings.leave_out else ""
-                )
-                run_text = f"run {number} of {len(runs)}, " if len(runs) > 1 else ""
-                share = (number - 1 + done / settings.steps) / len(runs) if settings.steps else 0.0
-                progress.update(
-                    f"{run_text}{ranks_text}{without}: step {done}{target}",
-                    share,
-                )
+                text = ranks_text
+                if len(runs) > 1:
+                    text = f"run {number} of {len(runs)}, {text}"
+                if settings.leave_out:
+                    text += f" without {' and '.join(settings.leave_out)}"
+                text += f": step {done}"
+                share = 0.0
+                if settings.steps:
+                    text += f" of {settings.steps}"
+                    share = (number - 1 + done / settings.steps) / len(runs)
+                progress.update(text, share)
 
             outcome = run_ranks(
                 program,
@@ -174,13 +171,9 @@ def measure_all(runs: Sequence[RunPlan]) -> RunReports:
             cut_off = str(error) or WAS_INTERRUPTED
             break
         if gpus.reason is not None:
-            report = msgspec.structs.replace(
-                report,
-                warnings=[
-                    *report.warnings,
-                    f"No facts of the GPUs from NVML: {gpus.reason}.",
-                ],
-            )
+            warning = f"No facts of the GPUs from NVML: {gpus.reason}."
+            warnings = [*report.warnings, warning]
+            report = msgspec.structs.replace(report, warnings=warnings)
         reports.append(report)
         cut_off = report.cut_off
         if cut_off is not None:

@@ -186,7 +186,8 @@ class TrainOptions(ParallelSettings, frozen=True, kw_only=True):
         tuple[LeaveOut, ...],
         flag(
             "disable one part to measure its cost; may be repeated: loading (train on "
-            "batches in memory), all-reduce (each rank trains alone), or the work of a loader stage",
+            "batches in memory), all-reduce (each rank trains alone), or the work of a loader "
+            "stage",
             repeat=True,
         ),
     ] = ()
@@ -228,7 +229,11 @@ class RunPlan(NamedTuple):
     dataset: DatasetFacts
 
 
-def ask(dataset: str | os.PathLike[str], options: TrainOptions, records: Path) -> RunPlan:
+def ask(
+    dataset: str | os.PathLike[str],
+    options: TrainOptions,
+    records: Path,
+) -> RunPlan:
     """Answer everything that options leave open, before a rank is started.
 
     ``records`` is the folder for the ranks' records. Raises DatasetErrors, and ConfigError for what

@@ -83,7 +83,10 @@ class Checkpoints:
         self._pending: Future[CheckpointSave] | None = None
 
     def save(
-        self, step: int, parallel: Parallel, loader_state: Mapping[str, Any]
+        self,
+        step: int,
+        parallel: Parallel,
+        loader_state: Mapping[str, Any],
     ) -> CheckpointSave | None:
         """Start to save the state after ``step`` steps, and return the save before, if it was not
         returned yet.
@@ -152,33 +155,34 @@ class Checkpoints:
         StateMismatchError, with both sides, for a checkpoint of another model, dataset or version,
         and FuelrailError where all are damaged.
         """
+
+        def shapes_here() -> dict[str, list[int]]:
+            return {name: list(tensor.shape) for name, tensor in model_tensors(parallel).items()}
+
         skipped: list[str] = []
         self._on_first(self._store.clean)
         for folder in self._on_first(self._store.complete):
+            read = partial(self._store.read, folder, self._share)
             try:
-                manifest = self._on_all(partial(self._store.read, folder, self._share))[0]
+                manifest, *_ = self._on_all(read)
             except DamagedError as error:
                 self._on_first(partial(self._store.hide, folder))
                 skipped.append(f"{folder}: {error}")
                 continue
             reader = self._store.reader(folder)
-            saved = reader.read_metadata().state_dict_metadata
-            shapes = {
-                name: list(entry.size)
-                for name, entry in saved.items()
-                if isinstance(entry, TensorStorageMetadata)
-            }
-            theirs = manifest.identity | {
-                name: shape for name, shape in shapes.items() if name.startswith("model.")
-            }
-            ours = self._identity | self._merged(
-                lambda: {n: list(t.shape) for n, t in model_tensors(parallel).items()}
-            )
-            for name in sorted(ours.keys() | theirs.keys()):
-                if ours.get(name) != theirs.get(name):
+            metadata = reader.read_metadata().state_dict_metadata
+            shapes = {}
+            for name, entry in metadata.items():
+                if isinstance(entry, TensorStorageMetadata):
+                    shapes[name] = list(entry.size)
+            of_model = {name: shape for name, shape in shapes.items() if name.startswith("model.")}
+            saved = manifest.identity | of_model
+            present = self._identity | self._merged(shapes_here)
+            for name in sorted(present.keys() | saved.keys()):
+                if present.get(name) != saved.get(name):
                     raise StateMismatchError(
                         f"checkpoint '{self._store.shown}/{folder}' is of another run; {name}: "
-                        f"checkpoint has {theirs.get(name)}, this run has {ours.get(name)}; use "
+                        f"checkpoint has {saved.get(name)}, this run has {present.get(name)}; use "
                         "another --checkpoint"
                     )
             # Checks dataset, split, order and settings, and says both sides itself.
@@ -213,23 +217,13 @@ class Checkpoints:
         try:
             written.result()
             files = self._merged(partial(self._store.digests, folder, self._share))
-            self._on_first(
-                partial(
-                    self._store.publish,
-                    folder,
-                    msgspec.structs.replace(manifest, files=files),
-                )
-            )
+            whole = msgspec.structs.replace(manifest, files=files)
+            self._on_first(partial(self._store.publish, folder, whole))
             self._on_first(partial(self._store.prune, self._keep))
-        except (
-            Exception,
-            CheckpointException,
-        ) as error:  # torch's is not an Exception
-            reason = (
-                next(iter(error.failures.values()))[0]
-                if isinstance(error, CheckpointException)
-                else error
-            )
+        except (Exception, CheckpointException) as error:  # torch's is not an Exception
+            reason: BaseException = error
+            if isinstance(error, CheckpointException):
+                reason, _ = next(iter(error.failures.values()))
             advice = ""
             if isinstance(reason, OSError) and reason.errno in DISK_FULL:
                 advice = "; make room there"
@@ -268,11 +262,15 @@ class Checkpoints:
 
     def _on_first(self, function: Callable[[], Any]) -> Any:
         """Call a function on the first rank; return its result, or raise its error, on all."""
-        return self._on_all(lambda: function() if self._rank == 0 else None)[0]
+        results = self._on_all(lambda: function() if self._rank == 0 else None)
+        return results[0]
 
     def _merged(self, function: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
         """Call a function on all ranks; return the entries of all results."""
-        return {name: entry for part in self._on_all(function) for name, entry in part.items()}
+        entries: dict[str, Any] = {}
+        for part in self._on_all(function):
+            entries |= part
+        return entries
 
 
 class _KeptStager(BlockingAsyncStager):

@@ -39,15 +39,15 @@ def tensors_of(parallel: Parallel, rank: int) -> dict[str, Tensor]:
     }
     averages = {f"average.{name}": value for name, value in parallel.average.items()}
     # Those of Python and NumPy as float64.
-    python: Any = random.getstate()
-    numpy: Any = np.random.get_state(legacy=True)
+    _, python_words, python_gauss = random.getstate()
+    numpy_state: Any = np.random.get_state(legacy=True)
+    _, numpy_words, *numpy_rest = numpy_state
+    if python_gauss is None:
+        python_gauss = math.nan
     generators = {
         f"rng.{rank}.cpu": torch.get_rng_state(),
-        f"rng.{rank}.python": torch.tensor(
-            [*python[1], math.nan if python[2] is None else python[2]],
-            dtype=torch.float64,
-        ),
-        f"rng.{rank}.numpy": torch.tensor([*numpy[1], *numpy[2:]], dtype=torch.float64),
+        f"rng.{rank}.python": torch.tensor([*python_words, python_gauss], dtype=torch.float64),
+        f"rng.{rank}.numpy": torch.tensor([*numpy_words, *numpy_rest], dtype=torch.float64),
     }
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         generators[f"rng.{rank}.cuda"] = torch.cuda.get_rng_state()
@@ -65,7 +65,10 @@ def model_tensors(parallel: Parallel) -> dict[str, Tensor]:
 
 
 def targets_of(
-    parallel: Parallel, saved: Collection[str], rank: int, world_size: int
+    parallel: Parallel,
+    saved: Collection[str],
+    rank: int,
+    world_size: int,
 ) -> dict[str, Tensor]:
     """Return the tensors of this rank that were saved, to load into; those of the optimiser are
     made first.
@@ -74,18 +77,14 @@ def targets_of(
     world_size``.
     """
     optimiser = _inner(parallel.optimiser)
-    get_optimizer_state_dict(
-        nn.ModuleList(parallel.models), optimiser
-    )  # a step without gradients makes its state
+    # A step without gradients makes its state.
+    get_optimizer_state_dict(nn.ModuleList(parallel.models), optimiser)
     stepped = {name.rpartition(".")[0] for name in saved}
     for name, parameter in named_parameters(parallel.models):
         if f"optimiser.{name}" not in stepped:
             optimiser.state.pop(parameter, None)
-    return {
-        name: value
-        for name, value in tensors_of(parallel, rank % world_size).items()
-        if name in saved
-    }
+    tensors = tensors_of(parallel, rank % world_size)
+    return {name: value for name, value in tensors.items() if name in saved}
 
 
 def progress_of(parallel: Parallel, loader_state: Mapping[str, Any]) -> RunState:
@@ -95,7 +94,11 @@ def progress_of(parallel: Parallel, loader_state: Mapping[str, Any]) -> RunState
     return RunState(loader=dict(loader_state), schedule=schedule, scaler=scaler)
 
 
-def put_back(parallel: Parallel, tensors: Mapping[str, Tensor], progress: RunState) -> None:
+def put_back(
+    parallel: Parallel,
+    tensors: Mapping[str, Tensor],
+    progress: RunState,
+) -> None:
     """Give loaded values to generators, schedule and scaler; tensors of model and optimiser were
     loaded in place.
 
@@ -106,24 +109,14 @@ def put_back(parallel: Parallel, tensors: Mapping[str, Tensor], progress: RunSta
             generator = name.rpartition(".")[2]
             if generator == "python":
                 *words, gauss = value.tolist()
-                random.setstate(
-                    (
-                        3,
-                        tuple(map(int, words)),
-                        None if math.isnan(gauss) else gauss,
-                    )
-                )
+                if math.isnan(gauss):
+                    gauss = None
+                random.setstate((3, tuple(map(int, words)), gauss))
             elif generator == "numpy":
                 *words, place, has_gauss, gauss = value.tolist()
-                np.random.set_state(
-                    (
-                        "MT19937",
-                        np.array(words, np.uint32),
-                        int(place),
-                        int(has_gauss),
-                        gauss,
-                    )
-                )
+                numbers = np.array(words, np.uint32)
+                state = ("MT19937", numbers, int(place), int(has_gauss), gauss)
+                np.random.set_state(state)
             elif generator == "cpu":
                 torch.set_rng_state(value)
             else:

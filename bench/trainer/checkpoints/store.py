@@ -88,7 +88,10 @@ class Store:
 
     def __init__(self, place: str) -> None:
         self._is_url = is_url(place)
-        root = place if self._is_url else f"file://{Path(place.removeprefix('file://')).absolute()}"
+        root = place
+        if not self._is_url:
+            folder = Path(place.removeprefix("file://"))
+            root = f"file://{folder.absolute()}"
         self._fs, self._path = filesystem(root)
         self._root = root.rstrip("/")
         self.shown = shown_url(self._root.removeprefix("file://"))
@@ -115,15 +118,16 @@ class Store:
         name.
         """
         self._fs.invalidate_cache()
-        names = sorted(
-            PurePosixPath(path).name for path in self._fs.ls(f"{self._path}/{folder}", detail=False)
-        )
+        paths = self._fs.ls(f"{self._path}/{folder}", detail=False)
+        names = sorted(PurePosixPath(path).name for path in paths)
         return {name: self._digest_of(folder, name) for name in names[share]}
 
     def _digest_of(self, folder: str, name: str) -> tuple[int, str]:
+        """Return the number of bytes of a file and their digest."""
         path, num_bytes = self._regular(folder, name)
         with self._fs.open(path, "rb") as file:
-            return num_bytes, hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()
+            digest = hashlib.file_digest(file, xxhash.xxh3_64)
+        return num_bytes, digest.hexdigest()
 
     def _regular(self, folder: str, name: str) -> tuple[str, int]:
         """Return a file's path and bytes; raises DamagedError where none is.
@@ -137,32 +141,34 @@ class Store:
             if isinstance(error, FileNotFoundError) or error.errno == errno.ELOOP:
                 raise DamagedError(f"{name} is missing") from error
             raise
+        if info["type"] == "directory":
+            raise DamagedError(f"{name} is a folder, not a file")
         if info["type"] != "file":
-            raise DamagedError(
-                f"{name} is "
-                f"{'a folder, not a file' if info['type'] == 'directory' else 'not a regular file'}"
-            )
+            raise DamagedError(f"{name} is not a regular file")
         return path, info["size"]
 
     def publish(self, folder: str, manifest: Manifest) -> None:
         """Make a written checkpoint visible, in one step."""
         body = msgspec.json.encode(manifest)
-        sealed = msgspec.json.encode(_Sealed(VERSION, _digest(VERSION, body), msgspec.Raw(body)))
+        sealed = _Sealed(
+            version=VERSION,
+            xxh3=_digest(VERSION, body),
+            manifest=msgspec.Raw(body),
+        )
+        data = msgspec.json.encode(sealed)
         path = f"{self._path}/{folder}/{_MANIFEST}"
         if self._is_url:
-            self._fs.pipe_file(path, sealed)
+            self._fs.pipe_file(path, data)
         else:
             sync_folder(Path(self._path))
             with published(Path(path)) as file:
-                file.write(sealed)
+                file.write(data)
 
     def complete(self) -> list[str]:
         """Return the folders of visible checkpoints, newest first."""
         self._fs.invalidate_cache()
-        folders = [
-            PurePosixPath(path).parent.name
-            for path in self._fs.glob(f"{self._path}/step-*/{_MANIFEST}")
-        ]
+        paths = self._fs.glob(f"{self._path}/step-*/{_MANIFEST}")
+        folders = [PurePosixPath(path).parent.name for path in paths]
         # A step of more digits is a longer name.
         return sorted(
             filter(_NAME.fullmatch, folders),
@@ -176,7 +182,8 @@ class Store:
         Raises DamagedError, and StateMismatchError for another version.
         """
         path, num_bytes = self._regular(folder, _MANIFEST)
-        if (text := UNTYPED.broken(num_bytes)) is not None:
+        text = UNTYPED.broken(num_bytes)
+        if text is not None:
             raise DamagedError(f"{_MANIFEST} {text}")
         sealed = _decode(self._fs.cat_file(path), _Sealed)
         body = bytes(sealed.manifest)
@@ -201,7 +208,11 @@ class Store:
         for name in sorted(manifest.files)[share]:
             num_bytes, digest = manifest.files[name]
             _, stored_bytes = self._regular(folder, name)
-            if stored_bytes != num_bytes or self._digest_of(folder, name)[1] != digest:
+            is_whole = stored_bytes == num_bytes
+            if is_whole:
+                _, stored_digest = self._digest_of(folder, name)
+                is_whole = stored_digest == digest
+            if not is_whole:
                 raise DamagedError(
                     f"{name} does not match its digest; of {num_bytes} bytes it has {stored_bytes}"
                 )
@@ -227,9 +238,11 @@ class Store:
         self._fs.makedirs(self._path, exist_ok=True)
         self._fs.invalidate_cache()
         for path in self._fs.ls(self._path, detail=False):
-            marks = (f"{path}/{mark}" for mark in (_MANIFEST, _DAMAGED))
             name = PurePosixPath(path).name
-            if _NAME.fullmatch(name) and not any(map(self._fs.exists, marks)):
+            if not _NAME.fullmatch(name):
+                continue
+            marks = (f"{path}/{_MANIFEST}", f"{path}/{_DAMAGED}")
+            if not any(self._fs.exists(mark) for mark in marks):
                 _LOG.warning(
                     "'%s/%s' has no %s: its save did not finish; it is removed",
                     self.shown,

@@ -16,8 +16,9 @@ class Pair(NamedTuple):
     is the whole.
 
     The mean of ``loss(student's output, teacher's output)`` times ``weight`` is trained:
-    `fuelrail.bench.divergence` of logits, torch's ``mse_loss`` of features. ``projection`` is a module
-    that is trained with the student, such as a linear map of its features to the teacher's width.
+    `fuelrail.bench.divergence` of logits, torch's ``mse_loss`` of features. ``projection`` is a
+    module that is trained with the student, such as a linear map of its features to the teacher's
+    width.
     """
 
     student: str
@@ -28,8 +29,8 @@ class Pair(NamedTuple):
 
 
 class Distilling(nn.Module):
-    """A student with a teacher beside it, as a model for `fuelrail.bench.parallelise`; evaluated it is
-    the student.
+    """A student with a teacher beside it, as a model for `fuelrail.bench.parallelise`; evaluated it
+    is the student.
 
     Both have ``forward(batch)``. The student returns its losses, or what ``loss(outputs, batch)``
     makes them of; those of the pairs are added, by the names of the student's parts. The teacher
@@ -58,23 +59,22 @@ class Distilling(nn.Module):
         """Return the losses by name; in evaluation mode what the student returns."""
         if not self.training:
             return self.student(batch)
-        with (
-            torch.no_grad(),
-            outputs_of(self.teacher.eval(), [pair.teacher for pair in self._pairs]) as said,
-        ):
+        teacher_parts = [pair.teacher for pair in self._pairs]
+        student_parts = [pair.student for pair in self._pairs]
+        self.teacher.eval()
+        with torch.no_grad(), outputs_of(self.teacher, teacher_parts) as teacher_outputs:
             self.teacher(batch)
-        with outputs_of(self.student, [pair.student for pair in self._pairs]) as student_outputs:
+        with outputs_of(self.student, student_parts) as student_outputs:
             outputs = self.student(batch)
         student_loss = outputs if self._loss is None else self._loss(outputs, batch)
-        losses = (
-            dict(student_loss) if isinstance(student_loss, Mapping) else {"student": student_loss}
-        )
-        for number, (pair, project) in enumerate(zip(self._pairs, self.projections, strict=True)):
-            value = (
-                pair.loss(project(student_outputs[pair.student]), said[pair.teacher]).mean()
-                * pair.weight
-            )
-            losses[f"distilled/{number}/{pair.student}"] = value
+        losses = {"student": student_loss}
+        if isinstance(student_loss, Mapping):
+            losses = dict(student_loss)
+        pairs = zip(self._pairs, self.projections, strict=True)
+        for number, (pair, project) in enumerate(pairs):
+            student_output = project(student_outputs[pair.student])
+            loss = pair.loss(student_output, teacher_outputs[pair.teacher])
+            losses[f"distilled/{number}/{pair.student}"] = loss.mean() * pair.weight
         return losses
 
 
@@ -86,10 +86,11 @@ def outputs_of(model: nn.Module, names: Sequence[str]) -> Iterator[dict[str, Any
     def keep(_: nn.Module, __: object, output: Any, name: str) -> None:
         outputs[name] = output
 
-    hooks = [
-        model.get_submodule(name).register_forward_hook(partial(keep, name=name))
-        for name in {*names}
-    ]
+    hooks = []
+    for name in {*names}:
+        part = model.get_submodule(name)
+        hook = part.register_forward_hook(partial(keep, name=name))
+        hooks.append(hook)
     try:
         yield outputs
     finally:

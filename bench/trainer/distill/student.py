@@ -3,15 +3,15 @@
 The teacher is a trained model out of its checkpoints, which predicts beside the student (online),
 or a layer of its predictions (offline). The loss is the weighted sum of up to four parts:
 
-=========  =============================================================================================================
+=========  ========================================================================================
 labels     the student's own loss
-logits     divergence (Kullback and Leibler) of the student's distribution from the teacher's, both softened by a
-           temperature T, times T^2 (arXiv 1503.02531); a cell of a grid has the two classes free
-           and occupied
-features   mean squared difference of the maps in front of the heads, the student's through a learnt linear map (arXiv
-           1412.6550); the teacher's is averaged to the student's size
+logits     divergence (Kullback and Leibler) of the student's distribution from the teacher's, both
+           softened by a temperature T, times T^2 (arXiv 1503.02531); a cell of a grid has the two
+           classes free and occupied
+features   mean squared difference of the maps in front of the heads, the student's through a
+           learnt linear map (arXiv 1412.6550); the teacher's is averaged to the student's size
 targets    the student's own loss, with the teacher's detections in place of the labels
-=========  =============================================================================================================
+=========  ========================================================================================
 """
 
 from __future__ import annotations
@@ -70,21 +70,21 @@ class Distilled(StagedModel):
         self.blocks = student.blocks
         self.head = student.head
         self.plan = student.plan
-        del (
-            student.stem,
-            student.blocks,
-            student.head,
-        )  # it lives on for its inputs and losses
+        # The student lives on for its inputs and losses.
+        del student.stem, student.blocks, student.head
         self.student = student
         self._weights = weights
         self._source = source
         self._temperature = temperature
         if "features" in weights:
             width = feature_width(self.settings)
-            self.head.register_module("projection", nn.Conv2d(width, source.width, 1, bias=False))
+            projection = nn.Conv2d(width, source.width, kernel_size=1, bias=False)
+            self.head.register_module("projection", projection)
 
             def with_features(
-                head: nn.Module, arguments: tuple[Tensor, ...], logits: Tensor
+                head: nn.Module,
+                arguments: tuple[Tensor, ...],
+                logits: Tensor,
             ) -> tuple[Tensor, Tensor]:
                 features = self.student.feature_map(*arguments)
                 projected = head.get_submodule("projection")(features.flatten(0, 1))
@@ -94,11 +94,14 @@ class Distilled(StagedModel):
 
     def inputs(self, batch: Mapping[str, Any]) -> tuple[Tensor, ...]:
         """Return the student's inputs, and of a layer the teacher's tensors."""
-        return (*self.student.inputs(batch), *self._source.of_batch(batch))
+        student_inputs = self.student.inputs(batch)
+        teacher_tensors = self._source.of_batch(batch)
+        return (*student_inputs, *teacher_tensors)
 
     def real_share(self, *inputs: Tensor) -> Tensor:
         """Return the share of the batch's samples that are real, by the student's inputs."""
-        return self.student.real_share(*inputs[: -len(self._source.names)])
+        student_inputs = inputs[: -len(self._source.names)]
+        return self.student.real_share(*student_inputs)
 
     def losses(self, logits: Tensor, *inputs: Tensor) -> Tensor:
         """Return the student's own losses by name."""
@@ -110,41 +113,40 @@ class Distilled(StagedModel):
         student = self.student
         parts = dict[str, Tensor]()
         student_inputs = inputs[: -len(names)]
+        *others, _, weight = student_inputs
         said = dict(zip(names, inputs[-len(names) :], strict=True))
         if "features" in self._weights:
             logits, features = logits
-            teacher_features = F.adaptive_avg_pool2d(
-                said["features"].flatten(0, 1).float(), features.shape[-2:]
-            )
-            difference = (
-                (features.flatten(0, 1).float() - teacher_features).square().mean(dim=(1, 2, 3))
-            )
-            parts["features"] = difference.view(features.shape[:2])
+            teacher_features = said["features"].flatten(0, 1).float()
+            teacher_features = F.adaptive_avg_pool2d(teacher_features, features.shape[-2:])
+            difference = features.flatten(0, 1).float() - teacher_features
+            squares = difference.square().mean(dim=(1, 2, 3))
+            parts["features"] = squares.view(features.shape[:2])
         if "labels" in self._weights:
             parts["labels"] = student.losses(logits, *student_inputs)
         if "targets" in self._weights:
-            detected = (
-                said["targets"] if "targets" in said else (said["logits"].flatten(1) > 0).float()
-            )
-            parts["targets"] = student.losses(
-                logits, *student_inputs[:-2], detected, student_inputs[-1]
-            )
+            detected = said.get("targets")
+            if detected is None:
+                detected = (said["logits"].flatten(1) > 0).float()
+            parts["targets"] = student.losses(logits, *others, detected, weight)
         if "logits" in self._weights:
             binary = isinstance(self.settings, GridSettings)
             teacher: Any = said.get("logits")
             if teacher is None:
-                teacher = Logits(
-                    **{name.partition(".")[2]: value for name, value in said.items() if "." in name}
-                )
+                fields = {}
+                for name, value in said.items():
+                    channel, _, field = name.partition(".")
+                    if channel == "logits":
+                        fields[field] = value
+                teacher = Logits(**fields)
             parts["logits"] = divergence(logits, teacher, self._temperature, binary=binary)
             if isinstance(teacher, Logits):  # the mean is over the positions that are stored
                 share = teacher.mask.float().mean(-1, keepdim=True)
                 parts["logits"] = parts["logits"] / (share + (share == 0))
-        total = torch.zeros((), device=student_inputs[-1].device)
+        total = torch.zeros((), device=weight.device)
         for name, part in parts.items():
-            total = total + self._weights[name] * mean_over_samples(
-                student.by_sample(part, *student_inputs), student_inputs[-1]
-            )
+            losses = student.by_sample(part, *student_inputs)
+            total = total + self._weights[name] * mean_over_samples(losses, weight)
         return total
 
 
@@ -183,24 +185,25 @@ def divergence(
             # left of its digits.
             rest = student.scatter(-1, indices, -torch.inf).logsumexp(-1) - total
             values = values + torch.xlogy(teacher.tail, teacher.tail) - teacher.tail * rest
-        weights = None if weights is None else weights * teacher.mask
+        if weights is not None:
+            weights = weights * teacher.mask
     else:
         temperature = TEMPERATURE if temperature is None else temperature
         student = logits.float() / temperature
         target = teacher.reshape(logits.shape).float() / temperature
         if binary:
-            yes = target.sigmoid() * (F.logsigmoid(target) - F.logsigmoid(student))
-            values = yes + (-target).sigmoid() * (F.logsigmoid(-target) - F.logsigmoid(-student))
+            occupied = F.logsigmoid(target) - F.logsigmoid(student)
+            free = F.logsigmoid(-target) - F.logsigmoid(-student)
+            values = target.sigmoid() * occupied + (-target).sigmoid() * free
         else:
             student = student.log_softmax(-1)
             target = target.log_softmax(-1)
             values = F.kl_div(student, target, reduction="none", log_target=True).sum(-1)
     values = values * temperature**2
-    return (
-        values
-        if weights is None
-        else (values * weights).sum() / (weights.sum() + (weights.sum() == 0))
-    )
+    if weights is None:
+        return values
+    total_weight = weights.sum()
+    return (values * weights).sum() / (total_weight + (total_weight == 0))
 
 
 def distilled(
@@ -253,26 +256,33 @@ def distilled(
                 f"{stored}; leave it out, or make the layer again by annotate --temperature "
                 f"{temperature}"
             )
-        temperature = temperature or stored or TEMPERATURE
-        return partial(Distilled, source=source, weights=parts, temperature=temperature), None
+        distil = partial(
+            Distilled,
+            source=source,
+            weights=parts,
+            temperature=temperature or stored or TEMPERATURE,
+        )
+        return distil, None
     model = Teacher(
         teacher,
         device,
         shard=dist.is_initialized() and dist.get_world_size() > 1,
     )
-    cameras = len(loader.cameras)
-    (student_shape, ours), (its, theirs) = (
-        predictions(settings_of_side, cameras) for settings_of_side in (size, model.settings)
-    )
-    if (student_shape, ours) != (its, theirs):
+    num_cameras = len(loader.cameras)
+    student_predictions = predictions(size, num_cameras)
+    teacher_predictions = predictions(model.settings, num_cameras)
+    if student_predictions != teacher_predictions:
+        student_shape, student_meaning = student_predictions
+        shape, meaning = teacher_predictions
         raise ConfigError(
-            f"teacher '{model.name}' predicts {list(its)} ({theirs}), the student "
-            f"{list(student_shape)} ({ours}); use a teacher of the same predictions"
+            f"teacher '{model.name}' predicts {list(shape)} ({meaning}), the student "
+            f"{list(student_shape)} ({student_meaning}); use a teacher of the same predictions"
         )
     source = Source(("logits", "features"), feature_width(model.settings))
-    return partial(
+    distil = partial(
         Distilled,
         source=source,
         weights=parts,
         temperature=temperature or TEMPERATURE,
-    ), model
+    )
+    return distil, model

@@ -76,24 +76,25 @@ class Teacher(nn.Module):
             )
         self.settings = MODELS[self.name]
         make = partial(build_model, self.settings)
-        with torch.random.fork_rng(
-            devices=[]
-        ):  # the student draws the same weights with any teacher
-            self.model: StagedModel
-            self.model, fill = draft(make, device, 0) if shard else (make().to(device), None)
-            self.eval().requires_grad_(requires_grad=False)
-            if shard:
-                mesh = init_device_mesh(device.partition(":")[0], (dist.get_world_size(),))
+        self.model: StagedModel
+        # The student draws the same weights with any teacher.
+        with torch.random.fork_rng(devices=[]):
+            if not shard:
+                self.model = make().to(device)
+                self.eval().requires_grad_(requires_grad=False)
+            else:
+                self.model, fill = draft(make, device, 0)
+                self.eval().requires_grad_(requires_grad=False)
+                device_type, _, _ = device.partition(":")
+                mesh = init_device_mesh(device_type, (dist.get_world_size(),))
                 for block in self.model.blocks:
                     fully_shard(block, mesh=mesh)
                 fully_shard(self, mesh=mesh)
-            if fill is not None:
                 fill([self.model], False)  # buffers; the weights are those of the checkpoint
         tensors = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
         with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", "torch.distributed is disabled", UserWarning
-            )  # each rank loads its own
+            # Each rank loads its own.
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
             load(tensors, storage_reader=store.reader(folder), no_dist=True)
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
@@ -106,8 +107,10 @@ class Teacher(nn.Module):
         channels.
         """
         device = next(self.parameters()).device
-        logits, features = self(*(tensor.to(device) for tensor in self.model.inputs(batch)))
-        shape, _ = predictions(self.settings, features.shape[1])
+        inputs = [tensor.to(device) for tensor in self.model.inputs(batch)]
+        logits, features = self(*inputs)
+        num_cameras = features.shape[1]
+        shape, _ = predictions(self.settings, num_cameras)
         return {"logits": logits.reshape(-1, *shape), "features": features}
 
 
@@ -164,19 +167,17 @@ def make_layer_teacher(
             # Of stored logits, the shape of those that they stand for.
             if channel.kind in (TOPK, SAMPLED) and channel.vocabulary is not None:
                 has_shape = channel.shape[0], channel.vocabulary.size
-        if shape_rule:
-            fits = len(shape_rule) == len(has_shape) and all(
-                side in (None, size) for side, size in zip(shape_rule, has_shape, strict=True)
-            )
-        else:
+        if not shape_rule:
             fits = channel is not None and channel.law.name == law
+        elif len(shape_rule) != len(has_shape):
+            fits = False
+        else:
+            pairs = zip(shape_rule, has_shape, strict=True)
+            fits = all(side in (None, size) for side, size in pairs)
         if channel is None or not fits:
-            names = ", ".join(sorted(table))
-            has = (
-                f"it has {list(has_shape) or channel.kind}"
-                if channel
-                else f"its channels are {names}"
-            )
+            has = f"its channels are {', '.join(sorted(table))}"
+            if channel:
+                has = f"it has {list(has_shape) or channel.kind}"
             raise ConfigError(
                 f"teacher layer '{place}' must have a channel '{name}' of {sides}, for a "
                 f"student of {meaning}; {has}; make the layer with a teacher of the same "
@@ -205,12 +206,9 @@ def make_layer_teacher(
         if logits.kind in (TOPK, SAMPLED):
             stated = layer.manifest.recipe.get("temperature")
             temperature = stated if isinstance(stated, float) else 1.0
-            parts = (
-                "indices",
-                "weights",
-                "mask",
-                *(("tail",) if logits.kind == TOPK else ()),
-            )
+            parts = ["indices", "weights", "mask"]
+            if logits.kind == TOPK:
+                parts.append("tail")
 
             def read_part(batch: Mapping[str, Any], part: str) -> Tensor:
                 tensor: Tensor = getattr(batch[logits.name], part)
@@ -220,34 +218,46 @@ def make_layer_teacher(
         else:
             makers["logits"] = lambda batch: _values(batch, logits)
     if has_boxes and isinstance(student, GridSettings):  # of other models targets were refused
-        (group,) = find("detections", (), "ego_boxes").law.roles["boxes"]
+        detections = find("detections", (), "ego_boxes")
+        (group,) = detections.law.roles["boxes"]
+        part = group[0]
         grid = student.grid
         range_m = student.range_m
-        makers["targets"] = lambda batch: occupied_cells(
-            batch[f"{LAYER}.detections"][group[0]], grid, range_m
-        )
+
+        def find_cells(batch: Mapping[str, Any]) -> Tensor:
+            boxes = batch[detections.name][part]
+            return occupied_cells(boxes, grid, range_m)
+
+        makers["targets"] = find_cells
     if "features" in weights and f"{LAYER}.features" in table:
         features = find("features", (len(cameras), None, None, None), "image", moves=moved)
         width = features.shape[1] or 0
         makers["features"] = lambda batch: _values(batch, features)
     elif "features" in weights:
-        maps = [
-            find(f"features_{camera}", (None, None, None), "image", moves=moved)
-            for camera in cameras
-        ]
+        maps = []
+        for camera in cameras:
+            channel = find(f"features_{camera}", (None, None, None), "image", moves=moved)
+            maps.append(channel)
         width = maps[0].shape[2] or 0
-        makers["features"] = lambda batch: torch.stack(
-            [_values(batch, side).movedim(-1, 1) for side in maps], dim=1
-        )
+
+        def stack_maps(batch: Mapping[str, Any]) -> Tensor:
+            features = [_values(batch, channel).movedim(-1, 1) for channel in maps]
+            return torch.stack(features, dim=1)
+
+        makers["features"] = stack_maps
     return Source(
-        tuple(makers),
-        width,
-        lambda batch: tuple(make(batch) for make in makers.values()),
-        temperature,
+        names=tuple(makers),
+        width=width,
+        of_batch=lambda batch: tuple(make(batch) for make in makers.values()),
+        temperature=temperature,
     )
 
 
 def _values(batch: Mapping[str, Any], channel: Channel) -> Tensor:
     values: Tensor = batch[channel.name].float()
     scale = batch.get(f"{channel.name}_scale")
-    return values if scale is None else values * scale.view(-1, *[1] * (values.ndim - 1))
+    if scale is None:
+        return values
+    ones = [1] * (values.ndim - 1)
+    scaled: Tensor = values * scale.view(-1, *ones)
+    return scaled

@@ -63,14 +63,17 @@ class ImageStem(nn.Module):
         super().__init__()
         self.subsample = subsample
         self.layout = layout
-        self.register_buffer("mean", torch.tensor(_MEAN).view(3, 1, 1), persistent=False)
-        self.register_buffer("std", torch.tensor(_STD).view(3, 1, 1), persistent=False)
+        mean = torch.tensor(_MEAN).view(3, 1, 1)
+        std = torch.tensor(_STD).view(3, 1, 1)
+        self.register_buffer("mean", mean, persistent=False)
+        self.register_buffer("std", std, persistent=False)
         self.layers = nn.Sequential(*layers)
 
     def forward(self, img: Tensor, *_: Tensor) -> Tensor:
         """Return the features."""
         step = self.subsample
-        pixels = img[..., step // 2 :: step, step // 2 :: step].flatten(0, 1)
+        start = step // 2
+        pixels = img[..., start::step, start::step].flatten(0, 1)
         normalised = (pixels.float() - self.mean) / self.std
         try:
             features: Tensor = self.layers(normalised.contiguous(memory_format=self.layout))
@@ -95,26 +98,23 @@ class CameraModel(StagedModel):
     def inputs(self, batch: Mapping[str, Any]) -> tuple[Tensor, ...]:
         """Return img, cam_valid, intrinsics, cam2ego, target [B, grid * grid], weight [B]."""
         img = batch["img"]
-        # A dataset without boxes trains towards an empty grid: its run measures time, its loss
-        # means nothing.
-        boxes = batch.get("gt_boxes_3d") or [torch.zeros(0, 7, device=img.device)] * len(img)
+        cam_valid = batch["cam_valid"]
+        boxes = batch.get("gt_boxes_3d")
+        if not boxes:
+            # A dataset without boxes trains towards an empty grid: its run measures time, its
+            # loss means nothing.
+            boxes = [torch.zeros(0, 7, device=img.device)] * len(img)
         target = occupied_cells(boxes, self.settings.grid, self.settings.range_m)
         # One without calibration, likewise, has cameras of unit matrices.
-        cameras = batch["cam_valid"].shape
-        intrinsics, cam2ego = (
-            batch[name]
-            if name in batch
-            else torch.eye(size, device=img.device).repeat(*cameras, 1, 1)
-            for name, size in (("intrinsics", 3), ("cam2ego", 4))
-        )
-        return (
-            img,
-            batch["cam_valid"],
-            intrinsics,
-            cam2ego,
-            target,
-            batch["valid"].float(),
-        )
+        matrices = []
+        for name, size in (("intrinsics", 3), ("cam2ego", 4)):
+            if name in batch:
+                matrices.append(batch[name])
+            else:
+                unit = torch.eye(size, device=img.device)
+                matrices.append(unit.repeat(*cam_valid.shape, 1, 1))
+        weight = batch["valid"].float()
+        return img, cam_valid, *matrices, target, weight
 
     def losses(self, logits: Tensor, *inputs: Tensor) -> Tensor:
         """Return the binary cross-entropy of each cell [B, G]."""
@@ -129,7 +129,11 @@ class OccupancyHead(nn.Module):
     def __init__(self, width: int, stride: int, grid: int) -> None:
         super().__init__()
         self.stride = stride
-        self.ray_embedding = nn.Sequential(nn.Linear(6, width), nn.ReLU(), nn.Linear(width, width))
+        self.ray_embedding = nn.Sequential(
+            nn.Linear(6, width),
+            nn.ReLU(),
+            nn.Linear(width, width),
+        )
         self.queries = nn.Parameter(torch.randn(grid**2, width) / width**0.5)
         self.keys_values = nn.Linear(width, 2 * width)
         self.norm = nn.LayerNorm(width)
@@ -157,9 +161,8 @@ class OccupancyHead(nn.Module):
         columns = (torch.arange(width, device=cam2ego.device) + 0.5) * self.stride - 0.5
         v, u = torch.meshgrid(rows, columns, indexing="ij")
         pixels = torch.stack((u, v, torch.ones_like(u)), dim=-1).reshape(-1, 3)
-        inverse, _ = torch.linalg.inv_ex(
-            intrinsics.flatten(0, 1).float()
-        )  # an absent camera's zeros are masked
+        projections = intrinsics.flatten(0, 1).float()
+        inverse, _ = torch.linalg.inv_ex(projections)  # an absent camera's zeros are masked
         inverse = inverse.nan_to_num(0, 0, 0)
         extrinsics = cam2ego.flatten(0, 1).float()
         # Products written out: autocast would compute matrix products in low precision, too little
@@ -167,12 +170,15 @@ class OccupancyHead(nn.Module):
         rotated = (extrinsics[:, :3, :3, None] * inverse[:, None]).sum(dim=2)  # [B*N, 3, 3]
         rays = (pixels[None, :, None, :] * rotated[:, None]).sum(dim=-1)
         origins = extrinsics[:, None, :3, 3].expand_as(rays) / 10
-        rays = torch.cat((F.normalize(rays, dim=-1), origins), dim=-1)
-        tokens = features.flatten(2).transpose(1, 2) + self.ray_embedding(rays)
+        rays = F.normalize(rays, dim=-1)
+        rays = torch.cat((rays, origins), dim=-1)
+        tokens = features.flatten(2).transpose(1, 2)
+        tokens = tokens + self.ray_embedding(rays)
         tokens = tokens.reshape(num_samples, -1, tokens.shape[-1])  # [B, T, C] with T = N*h*w
         keys, values = self.keys_values(tokens).chunk(2, dim=-1)
         # Finite, not -inf: a sample without any valid camera must not turn the softmax into NaN.
-        absent = (cam_valid == 0).repeat_interleave(tokens.shape[1] // num_cameras, dim=1)
+        tokens_per_camera = tokens.shape[1] // num_cameras
+        absent = (cam_valid == 0).repeat_interleave(tokens_per_camera, dim=1)
         mask = absent.to(keys.dtype).mul(-1e4)[:, None, :]  # [B, 1, T]
         queries = self.queries.to(keys.dtype).expand(num_samples, -1, -1)
         cells = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)  # [B, G, C]
@@ -190,17 +196,20 @@ def occupied_cells(boxes: Sequence[Tensor], grid: int, range_m: float) -> Tensor
     """
     device = boxes[0].device
     centres = torch.cat([sample[:, :2].float() for sample in boxes])
-    rows = torch.tensor(
-        [row for row, sample in enumerate(boxes) for _ in range(len(sample))],
-        dtype=torch.long,
-    )
+    sample_numbers: list[int] = []
+    for number, sample in enumerate(boxes):
+        sample_numbers += [number] * len(sample)
+    rows = torch.tensor(sample_numbers, dtype=torch.long)
+    rows = rows.to(device, non_blocking=True)
     cells = torch.floor((centres + range_m) / (2 * range_m) * grid).long()
     inside = ((cells >= 0) & (cells < grid)).all(dim=1)
     # One cell more than there are takes the centres outside: picking the others would mean waiting
     # for the device.
-    flat = torch.where(inside, cells[:, 0] * grid + cells[:, 1], grid * grid)
-    target = torch.zeros(len(boxes), grid * grid + 1, device=device)
-    target[rows.to(device, non_blocking=True), flat] = 1
+    num_cells = grid * grid
+    indices = cells[:, 0] * grid + cells[:, 1]
+    indices = torch.where(inside, indices, num_cells)
+    target = torch.zeros(len(boxes), num_cells + 1, device=device)
+    target[rows, indices] = 1
     return target[:, :-1]
 
 
@@ -213,11 +222,11 @@ class BevOccupancy(CameraModel):
     def __init__(self, settings: BevSettings) -> None:
         super().__init__(settings)
         width = settings.width
-        convolutions = (
+        self.stem = ImageStem(
+            settings.subsample,
             _convolution(3, width, stride=2),
             _convolution(width, width, stride=2),
         )
-        self.stem = ImageStem(settings.subsample, *convolutions)
         blocks: list[nn.Module] = []
         for _ in range(settings.num_stages - 1):
             blocks += [_Residual(width) for _ in range(settings.blocks_per_stage)]
@@ -225,7 +234,8 @@ class BevOccupancy(CameraModel):
             width *= 2
         blocks += [_Residual(width) for _ in range(settings.blocks_per_stage)]
         self.blocks = nn.ModuleList(blocks)
-        stride = settings.subsample * _STEM_STRIDE * 2 ** (settings.num_stages - 1)
+        blocks_stride = 2 ** (settings.num_stages - 1)
+        stride = settings.subsample * _STEM_STRIDE * blocks_stride
         self.head = OccupancyHead(width, stride, settings.grid)
 
 
@@ -243,10 +253,17 @@ class _Residual(nn.Module):
 
 
 def _convolution(inputs: int, outputs: int, *, stride: int) -> nn.Sequential:
+    # Groups of two channels or more: of one value there is nothing to norm.
+    num_groups = min(8, outputs // 2)
     return nn.Sequential(
-        nn.Conv2d(inputs, outputs, 3, stride=stride, padding=1, bias=False),
-        nn.GroupNorm(
-            min(8, outputs // 2), outputs
-        ),  # two channels or more: of one value there is nothing to norm
+        nn.Conv2d(
+            inputs,
+            outputs,
+            kernel_size=3,
+            stride=stride,
+            padding=1,
+            bias=False,
+        ),
+        nn.GroupNorm(num_groups, outputs),
         nn.ReLU(inplace=True),
     )

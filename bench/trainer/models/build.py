@@ -46,7 +46,9 @@ def build_model(settings: ModelSettings) -> StagedModel:
         return BevOccupancy(settings)
     if isinstance(settings, ResNetSettings):
         return ResNet(settings)
-    return Gpt(settings) if isinstance(settings, GptSettings) else MultiCameraVit(settings)
+    if isinstance(settings, GptSettings):
+        return Gpt(settings)
+    return MultiCameraVit(settings)
 
 
 def maker(name: str) -> Callable[[], nn.Module]:
@@ -70,27 +72,26 @@ def draft(make: Callable[[], nn.Module], device: str, seed: int) -> tuple[Any, F
     with torch.device("meta"), _seeing(modules.append):
         model = make()
     modules.append(model)
-    owners = {
-        value: (part, name)
-        for part in model.modules()
-        for name, value in part.named_parameters(recurse=False)
-    }
-    places = [
-        {name: owners.get(value) for name, value in submodule.named_parameters(recurse=False)}
-        for submodule in modules
-    ]
     parts_of_model = list(model.modules())
     name_of_model = type(model).__name__
-    tied = sum(
-        len(list(submodule.parameters(recurse=False))) for submodule in parts_of_model
-    ) != len(owners)
+    owners: dict[nn.Parameter, tuple[nn.Module, str]] = {}
+    num_parameters = 0
+    for part in parts_of_model:
+        for name, value in part.named_parameters(recurse=False):
+            owners[value] = part, name
+            num_parameters += 1
+    tied = num_parameters != len(owners)
+    places = []
+    for submodule in modules:
+        parameters = submodule.named_parameters(recurse=False)
+        places.append({name: owners.get(value) for name, value in parameters})
 
     def fill(parts: Collection[nn.Module], offload: bool) -> None:
         for part in parts:
             part.to_empty(device="cpu" if offload else device)
         modules_kept = {module for part in parts for module in part.modules()}
         missing = {place for place in owners.values() if place[0] in modules_kept}
-        released: list[tuple[nn.Parameter, int]] = []
+        released: list[tuple[nn.Parameter, int]] = []  # with torch's count of changes in place
         following = iter(places)
 
         def keep_share(new_module: nn.Module) -> None:
@@ -100,18 +101,20 @@ def draft(make: Callable[[], nn.Module], device: str, seed: int) -> tuple[Any, F
                 if value.is_meta or target is None:
                     continue
                 if target in missing:
-                    copy_share(value, target[0].get_parameter(target[1]))
+                    owner, name_in_owner = target
+                    copy_share(value, owner.get_parameter(name_in_owner))
                     missing.remove(target)
                 placeholder = nn.Parameter(value.to("meta"), value.requires_grad)
                 setattr(new_module, name, placeholder)
-                released.append((placeholder, placeholder._version))  # noqa: SLF001 - how torch counts changes in place
+                released.append((placeholder, placeholder._version))  # noqa: SLF001
 
         torch.manual_seed(seed)
         with nullcontext() if tied else _seeing(keep_share):
             full_model = make()
         if not tied:
             keep_share(full_model)
-        if missing or any(placeholder._version != version for placeholder, version in released):  # noqa: SLF001
+        is_changed = any(placeholder._version != version for placeholder, version in released)  # noqa: SLF001
+        if missing or is_changed:
             _LOG.warning(
                 "%s ties parameters or changes them after a module has them as its parts: "
                 "each rank makes it whole on its host once; to avoid that, let each module "
@@ -122,15 +125,13 @@ def draft(make: Callable[[], nn.Module], device: str, seed: int) -> tuple[Any, F
                 torch.manual_seed(seed)
                 full_model = make()
             for target, new_module in zip(parts_of_model, full_model.modules(), strict=True):
-                for name, value in (
-                    new_module.named_parameters(recurse=False) if target in modules_kept else ()
-                ):
-                    copy_share(value, target.get_parameter(name))
+                if target in modules_kept:
+                    for name, value in new_module.named_parameters(recurse=False):
+                        copy_share(value, target.get_parameter(name))
         for target, new_module in zip(parts_of_model, full_model.modules(), strict=True):
-            for name, buffer in (
-                new_module.named_buffers(recurse=False) if target in modules_kept else ()
-            ):
-                setattr(target, name, buffer.to(device))
+            if target in modules_kept:
+                for name, buffer in new_module.named_buffers(recurse=False):
+                    setattr(target, name, buffer.to(device))
 
     return model, fill
 
@@ -143,7 +144,8 @@ def copy_share(tensor: Tensor, share: Tensor) -> None:
             share.shape, share.device_mesh, share.placements
         )
         for axis, (start, size) in enumerate(zip(starts, sizes, strict=True)):
-            tensor = tensor.narrow(axis, min(start, tensor.shape[axis]), size)
+            start_inside = min(start, tensor.shape[axis])
+            tensor = tensor.narrow(axis, start_inside, size)
         share = share.to_local()
     share.copy_(tensor)
 
@@ -151,7 +153,11 @@ def copy_share(tensor: Tensor, share: Tensor) -> None:
 @contextmanager
 def _seeing(see: Callable[[nn.Module], None]) -> Iterator[None]:
     """Call ``see`` with each module once another one has it as a part, and so once it is made."""
-    handle = register_module_module_registration_hook(lambda parent, name, part: see(part))  # noqa: ARG005 - torch's
+
+    def see_part(_parent: nn.Module, _name: str, part: Any) -> None:
+        see(part)
+
+    handle = register_module_module_registration_hook(see_part)
     try:
         yield
     finally:

@@ -54,11 +54,15 @@ class Gpt(StagedModel):
 
     def __init__(self, settings: GptSettings) -> None:
         super().__init__(settings)
+        blocks_plan = GATED_PLAN if settings.gated else TRANSFORMER_PLAN
         self.plan = {
             "stem.tokens": RowwiseParallel(input_layouts=Replicate()),
-            **(GATED_PLAN if settings.gated else TRANSFORMER_PLAN),
+            **blocks_plan,
             "head.norm": SequenceParallel(),
-            "head.vocabulary": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+            "head.vocabulary": ColwiseParallel(
+                input_layouts=Shard(1),
+                output_layouts=Replicate(),
+            ),
         }
         self.stem = _Embeddings(settings)
         width = settings.width
@@ -92,7 +96,9 @@ class Gpt(StagedModel):
         """
         if isinstance(batch.get("tokens"), Packed):
             return packed_rows(batch, self.settings.context)
-        return tokens_of(batch, self.settings), batch["valid"].float()
+        tokens = tokens_of(batch, self.settings)
+        weight = batch["valid"].float()
+        return tokens, weight
 
     def beside(self, *inputs: Tensor) -> dict[str, Tensor]:
         """Return the mask of attention within documents, bool [B, 1, T, T], where these lie in
@@ -101,24 +107,31 @@ class Gpt(StagedModel):
         if not _in_rows(inputs):
             return {}
         document = inputs[2]
-        return {"mask": (document[:, None, :] == document[:, :, None]).tril()[:, None]}
+        is_same = document[:, None, :] == document[:, :, None]
+        return {"mask": is_same.tril()[:, None]}
 
     def losses(self, logits: Tensor, *inputs: Tensor) -> Tensor:
         """Return the cross-entropy of each token but the first [B, context]."""
-        next_tokens = inputs[0][:, 1:]
-        return F.cross_entropy(logits.flatten(0, 1), next_tokens.flatten(), reduction="none").view(
-            next_tokens.shape
+        tokens = inputs[0]
+        next_tokens = tokens[:, 1:]
+        losses = F.cross_entropy(
+            logits.flatten(0, 1),
+            next_tokens.flatten(),
+            reduction="none",
         )
+        return losses.view(next_tokens.shape)
 
     def loss(self, logits: Tensor, *inputs: Tensor) -> Tensor:
         """Return the mean loss over real samples; of documents in rows over real predictions."""
         if _in_rows(inputs):
-            return mean_over_samples(self.losses(logits, *inputs), inputs[-1])
+            weight = inputs[-1]
+            return mean_over_samples(self.losses(logits, *inputs), weight)
         return super().loss(logits, *inputs)
 
-    def feature_map(self, hidden: Tensor, *inputs: Tensor) -> Tensor:  # noqa: ARG002 - there is no image
+    def feature_map(self, hidden: Tensor, *inputs: Tensor) -> Tensor:  # noqa: ARG002 - no image
         """Return the tokens as one map of a single row [B, 1, C, 1, T]."""
-        return hidden.transpose(1, 2)[:, None, :, None]
+        channels = hidden.transpose(1, 2)
+        return channels[:, None, :, None]
 
 
 def _in_rows(inputs: tuple[Tensor, ...]) -> bool:
@@ -128,21 +141,19 @@ def _in_rows(inputs: tuple[Tensor, ...]) -> bool:
 class _Embeddings(nn.Module):
     def __init__(self, settings: GptSettings) -> None:
         super().__init__()
-        tokens, positions = (
-            nn.Embedding(size, settings.width) for size in (settings.vocabulary, settings.context)
-        )
+        tokens = nn.Embedding(settings.vocabulary, settings.width)
+        positions = nn.Embedding(settings.context, settings.width)
         for embedding in (tokens, positions):
             nn.init.normal_(embedding.weight, std=0.02)
         self.tokens = tokens
         self.positions = positions
 
     def forward(self, tokens: Tensor, *rows: Tensor) -> Tensor:
-        places = (
-            rows[0]
-            if _in_rows((tokens, *rows))
-            else torch.arange(tokens.shape[1] - 1, device=tokens.device)
-        )
-        hidden: Tensor = self.tokens(tokens[:, :-1]) + self.positions(places)
+        tokens_read = tokens[:, :-1]
+        num_places = tokens_read.shape[1]
+        in_rows = _in_rows((tokens, *rows))
+        places = rows[0] if in_rows else torch.arange(num_places, device=tokens.device)
+        hidden: Tensor = self.tokens(tokens_read) + self.positions(places)
         return hidden
 
 
@@ -171,9 +182,9 @@ def tokens_of(batch: Mapping[str, Any], settings: GptSettings) -> Tensor:
     digests = [xxhash.xxh3_64_intdigest(key.encode()) for key in batch["sample_key"]]
     starts = torch.tensor([(digest >> 8) % settings.vocabulary for digest in digests])
     strides = torch.tensor([digest % _MAX_STRIDE + 1 for digest in digests])
-    tokens = (
-        starts[:, None] + strides[:, None] * torch.arange(settings.context + 1)
-    ) % settings.vocabulary
+    positions = torch.arange(settings.context + 1)
+    steps = starts[:, None] + strides[:, None] * positions
+    tokens = steps % settings.vocabulary
     return tokens.to(batch["valid"].device)
 
 
@@ -186,14 +197,16 @@ def packed_rows(batch: Mapping[str, Any], context: int) -> tuple[Tensor, Tensor,
     is of the same real document, else 0. Raises ConfigError for a pack of more tokens.
     """
     values, offsets = (torch.as_tensor(part) for part in batch["tokens"])
-    number, place = (
-        torch.arange(count, device=values.device) for count in (len(offsets) - 1, len(values))
-    )
+    num_tokens = len(values)
+    number = torch.arange(len(offsets) - 1, device=values.device)
+    place = torch.arange(num_tokens, device=values.device)
     pack = batch.get("pack", number)
     num_rows = len(batch.get("pack_offsets", offsets)) - 1
-    document = torch.repeat_interleave(number, offsets.diff(), output_size=len(values))
+    document = torch.repeat_interleave(number, offsets.diff(), output_size=num_tokens)
     # A row begins with the first document of its pack.
-    column = place - offsets[torch.searchsorted(pack, pack)][document]
+    first_document = torch.searchsorted(pack, pack)
+    row_start = offsets[first_document]
+    column = place - row_start[document]
     if "pack" in batch and bool((column > context).any()):
         raise ConfigError(
             f"a pack has {int(column.max()) + 1} tokens, and a row of the model "
@@ -204,12 +217,15 @@ def packed_rows(batch: Mapping[str, Any], context: int) -> tuple[Tensor, Tensor,
     def in_rows(of_tokens: Tensor, fill: int) -> Tensor:
         """Scatter a number of each token into rows; an additional column takes what is cut off."""
         rows = of_tokens.new_full((num_rows, context + 2), fill, dtype=torch.int64)
-        places_in_rows = (pack[document], column.clamp(max=context + 1))
-        return rows.index_put_(places_in_rows, of_tokens.long())[:, :-1]
+        rows[pack[document], column.clamp(max=context + 1)] = of_tokens.long()
+        return rows[:, :-1]
 
+    tokens = in_rows(values, 0)
     places = in_rows(place - offsets[document], 0)
     documents = in_rows(document, -1)
-    follows = (documents[:, 1:] == documents[:, :-1]) & (documents[:, 1:] >= 0)
+    documents_read = documents[:, :-1]
+    next_documents = documents[:, 1:]
+    follows = (next_documents == documents_read) & (next_documents >= 0)
     # Padding's document is -1 and reads the flag of the last document; `follows` is False there.
-    weight = follows & batch["valid"][documents[:, 1:]]
-    return in_rows(values, 0), places[:, :-1], documents[:, :-1], weight.float()
+    weight = follows & batch["valid"][next_documents]
+    return tokens, places[:, :-1], documents_read, weight.float()

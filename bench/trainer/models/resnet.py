@@ -37,35 +37,39 @@ class ResNet(CameraModel):
 
     def __init__(self, settings: ResNetSettings) -> None:
         super().__init__(settings)
-        convolution = _convolution(3, settings.width, 7, 2)
-        pool = nn.MaxPool2d(3, 2, 1)
         self.stem = ImageStem(
             settings.subsample,
-            *convolution,
+            *_convolution(3, settings.width, size=7, stride=2),
             nn.ReLU(inplace=True),
-            pool,
+            nn.MaxPool2d(kernel_size=3, stride=2, padding=1),
             layout=torch.channels_last,
         )
-        blocks: list[nn.Module] = []
-        inputs = settings.width
+        self.blocks = nn.ModuleList()
+        channels = settings.width
         for stage, count in enumerate(settings.blocks):
             width = settings.width * 2**stage
             for number in range(count):
-                blocks.append(_Bottleneck(inputs, width, 2 if number == 0 and stage > 0 else 1))
-                inputs = width * _EXPANSION
-        self.blocks = nn.ModuleList(blocks)
-        self.head = _Classifier(inputs, settings.classes)
+                halves = number == 0 and stage > 0
+                block = _Bottleneck(channels, width, stride=2 if halves else 1)
+                self.blocks.append(block)
+                channels = width * _EXPANSION
+        self.head = _Classifier(channels, settings.classes)
 
     def losses(self, logits: Tensor, *inputs: Tensor) -> Tensor:
         """Return the cross-entropy of each image [B, N]."""
-        images, classes = logits.shape[1:]
-        labels = inputs[-2].sum(dim=1).long().clamp(max=classes - 1).repeat_interleave(images)
-        return F.cross_entropy(logits.flatten(0, 1), labels, reduction="none").view(-1, images)
+        num_images, num_classes = logits.shape[1:]
+        occupied_cells = inputs[-2].sum(dim=1).long()
+        classes = occupied_cells.clamp(max=num_classes - 1)
+        labels = classes.repeat_interleave(num_images)
+        losses = F.cross_entropy(logits.flatten(0, 1), labels, reduction="none")
+        return losses.view(-1, num_images)
 
     def by_sample(self, losses: Tensor, *inputs: Tensor) -> Tensor:
         """Return the mean over the sample's present images [B]."""
         present = (inputs[1] != 0).float()
-        return (losses * present).sum(dim=1) / present.sum(dim=1).clamp(min=1)
+        total = (losses * present).sum(dim=1)
+        num_present = present.sum(dim=1).clamp(min=1)
+        return total / num_present
 
 
 class _Classifier(nn.Module):
@@ -75,8 +79,10 @@ class _Classifier(nn.Module):
 
     def forward(self, features: Tensor, img: Tensor, *_: Tensor) -> Tensor:
         """Return logits [B, N, classes] of features [B * N, C, h, w]."""
-        logits: Tensor = self.classes(features.mean(dim=(2, 3))).float()
-        return logits.reshape(*img.shape[:2], -1)
+        means = features.mean(dim=(2, 3))
+        logits: Tensor = self.classes(means).float()
+        num_samples, num_cameras = img.shape[:2]
+        return logits.reshape(num_samples, num_cameras, -1)
 
 
 class _Bottleneck(nn.Module):
@@ -84,22 +90,24 @@ class _Bottleneck(nn.Module):
         super().__init__()
         outputs = width * _EXPANSION
         relu = nn.ReLU(inplace=True)
-        last, norm = _convolution(width, outputs, 1, 1)
+        last, norm = _convolution(width, outputs, size=1, stride=1)
         # A block starts as the identity, which keeps deep networks well conditioned (arXiv
         # 1706.02677, section 5.1).
         nn.init.zeros_(norm.weight)
         self.body = nn.Sequential(
-            *_convolution(inputs, width, 1, 1),
+            *_convolution(inputs, width, size=1, stride=1),
             relu,
-            *_convolution(width, width, 3, stride),
+            *_convolution(width, width, size=3, stride=stride),
             relu,
             last,
             norm,
         )
-        same = inputs == outputs and stride == 1
-        self.shortcut = (
-            nn.Identity() if same else nn.Sequential(*_convolution(inputs, outputs, 1, stride))
-        )
+        self.shortcut: nn.Module
+        if inputs == outputs and stride == 1:
+            self.shortcut = nn.Identity()
+        else:
+            projection = _convolution(inputs, outputs, size=1, stride=stride)
+            self.shortcut = nn.Sequential(*projection)
 
     def forward(self, features: Tensor) -> Tensor:
         body: Tensor = self.body(features)
@@ -107,7 +115,19 @@ class _Bottleneck(nn.Module):
 
 
 def _convolution(
-    inputs: int, outputs: int, size: int, stride: int
+    inputs: int,
+    outputs: int,
+    *,
+    size: int,
+    stride: int,
 ) -> tuple[nn.Conv2d, nn.BatchNorm2d]:
-    convolution = nn.Conv2d(inputs, outputs, size, stride=stride, padding=size // 2, bias=False)
-    return convolution, nn.BatchNorm2d(outputs)
+    convolution = nn.Conv2d(
+        inputs,
+        outputs,
+        kernel_size=size,
+        stride=stride,
+        padding=size // 2,
+        bias=False,
+    )
+    norm = nn.BatchNorm2d(outputs)
+    return convolution, norm

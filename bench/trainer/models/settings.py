@@ -62,7 +62,8 @@ class VitSettings(CameraSettings, frozen=True, kw_only=True):
 
     def patches_along(self, pixels: int) -> int:
         """Return the number of whole patches along a side of an image of that many pixels."""
-        return len(range(self.subsample // 2, pixels, self.subsample)) // self.patch
+        pixels_read = range(self.subsample // 2, pixels, self.subsample)
+        return len(pixels_read) // self.patch
 
 
 class GptSettings(Settings, frozen=True):
@@ -125,10 +126,12 @@ else:
 def num_blocks(settings: ModelSettings) -> int:
     """Return the number of blocks, between which a pipeline may cut."""
     if isinstance(settings, BevSettings):
-        return (settings.num_stages - 1) * (
-            settings.blocks_per_stage + 1
-        ) + settings.blocks_per_stage
-    return sum(settings.blocks) if isinstance(settings, ResNetSettings) else settings.depth
+        num_residuals = settings.num_stages * settings.blocks_per_stage
+        num_strided = settings.num_stages - 1
+        return num_residuals + num_strided
+    if isinstance(settings, ResNetSettings):
+        return sum(settings.blocks)
+    return settings.depth
 
 
 def tensor_sizes(settings: ModelSettings, image: tuple[int, int]) -> dict[str, int]:
@@ -156,16 +159,13 @@ def predictions(settings: ModelSettings, num_cameras: int) -> tuple[tuple[int, .
     can teach each other.
     """
     if isinstance(settings, GptSettings):
-        return (settings.context, settings.vocabulary), "the next token"
+        shape = settings.context, settings.vocabulary
+        return shape, "the next token"
     if isinstance(settings, ResNetSettings):
-        return (
-            num_cameras,
-            settings.classes,
-        ), f"number of cells of {settings.grid} x {settings.grid}"
-    return (
-        settings.grid,
-        settings.grid,
-    ), f"occupancy within {settings.range_m:g} m"
+        shape = num_cameras, settings.classes
+        return shape, f"number of cells of {settings.grid} x {settings.grid}"
+    shape = settings.grid, settings.grid
+    return shape, f"occupancy within {settings.range_m:g} m"
 
 
 def feature_width(settings: ModelSettings) -> int:
@@ -173,7 +173,8 @@ def feature_width(settings: ModelSettings) -> int:
     if isinstance(settings, BevSettings):
         return settings.width << (settings.num_stages - 1)
     if isinstance(settings, ResNetSettings):
-        return 4 * settings.width << (len(settings.blocks) - 1)
+        last_width = settings.width << (len(settings.blocks) - 1)
+        return 4 * last_width
     return settings.width
 
 
@@ -194,15 +195,13 @@ def find(name: str, noun: str = "model") -> Any:
     if folder not in sys.path:
         sys.path.insert(0, folder)
     try:
-        function = getattr(importlib.import_module(module), attribute)
+        namespace = importlib.import_module(module)
+        function = getattr(namespace, attribute)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"{noun} {name!r} cannot be imported: {error}") from error
     except FuelrailError:
         raise
-    except (
-        Exception,
-        SystemExit,
-    ) as error:  # a script may end the process when it is imported
+    except (Exception, SystemExit) as error:  # a script may end the process when it is imported
         raise stage_error(f"{noun} {name!r} cannot be made", error) from error
     if not callable(function):
         raise ConfigError(f"{noun} {name!r} is {type(function).__name__}, not a function")

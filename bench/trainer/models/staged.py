@@ -71,7 +71,8 @@ class StagedModel(nn.Module, ABC):
 
     def forward(self, *inputs: Tensor) -> Tensor:
         """Return the mean loss over the batch's real samples."""
-        return self.loss(self.predict(*inputs)[1], *inputs)
+        _, logits = self.predict(*inputs)
+        return self.loss(logits, *inputs)
 
     def predict(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Return the last hidden tensor, and the logits."""
@@ -81,13 +82,15 @@ class StagedModel(nn.Module, ABC):
             hidden = block(hidden, **beside)
         return hidden, self.head(hidden, *inputs)
 
-    def beside(self, *inputs: Tensor) -> dict[str, Tensor]:  # noqa: ARG002 - for models whose blocks need more
+    def beside(self, *inputs: Tensor) -> dict[str, Tensor]:  # noqa: ARG002 - blocks may need more
         """Return what each block takes besides the hidden tensor; needs no part of the model."""
         return {}
 
     def loss(self, logits: Tensor, *inputs: Tensor) -> Tensor:
         """Return the mean loss over the batch's real samples; needs no part of the model."""
-        return mean_over_samples(self.by_sample(self.losses(logits, *inputs), *inputs), inputs[-1])
+        losses = self.losses(logits, *inputs)
+        weight = inputs[-1]
+        return mean_over_samples(self.by_sample(losses, *inputs), weight)
 
     @abstractmethod
     def losses(self, logits: Tensor, *inputs: Tensor) -> Tensor:
@@ -97,13 +100,15 @@ class StagedModel(nn.Module, ABC):
 
     def real_share(self, *inputs: Tensor) -> Tensor:
         """Return the share of the batch's samples that are real: the loss is the mean over them."""
-        return inputs[-1].float().mean()
+        weight = inputs[-1]
+        return weight.float().mean()
 
     def feature_map(self, hidden: Tensor, *inputs: Tensor) -> Tensor:
         """Return the hidden tensor as maps of the images [B, N, C, h, w]."""
-        return hidden.reshape(*inputs[0].shape[:2], *hidden.shape[1:])
+        num_samples, num_cameras = inputs[0].shape[:2]
+        return hidden.reshape(num_samples, num_cameras, *hidden.shape[1:])
 
-    def by_sample(self, losses: Tensor, *inputs: Tensor) -> Tensor:  # noqa: ARG002 - for models that leave some out
+    def by_sample(self, losses: Tensor, *inputs: Tensor) -> Tensor:  # noqa: ARG002 - some leave out
         """Return the mean of a sample's predictions [B]."""
         return losses.flatten(1).mean(dim=1)
 
@@ -118,8 +123,9 @@ def mean_over_samples(losses: Tensor, weight: Tensor) -> Tensor:
     """Return the mean of losses, weighed by weights of their shape, 0 for padding; 0 without
     any.
     """
+    weighed = (losses * weight).sum()
     total = weight.sum()
-    return (losses * weight).sum() / (total + (total == 0))
+    return weighed / (total + (total == 0))
 
 
 # Of perceptrons that a product gates.
@@ -174,8 +180,16 @@ def perceptron(width: int, inner: int, *, gated: bool = False) -> nn.Sequential:
     2002.05202, SwiGLU).
     """
     if gated:
-        return nn.Sequential(_Gate(width, inner), nn.Identity(), nn.Linear(inner, width))
-    return nn.Sequential(nn.Linear(width, inner), nn.GELU(), nn.Linear(inner, width))
+        return nn.Sequential(
+            _Gate(width, inner),
+            nn.Identity(),
+            nn.Linear(inner, width),
+        )
+    return nn.Sequential(
+        nn.Linear(width, inner),
+        nn.GELU(),
+        nn.Linear(inner, width),
+    )
 
 
 class _Gate(nn.Module):
@@ -185,7 +199,8 @@ class _Gate(nn.Module):
         self.up = nn.Linear(width, inner)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        result: Tensor = F.silu(self.gate(hidden)) * self.up(hidden)
+        gate = F.silu(self.gate(hidden))
+        result: Tensor = gate * self.up(hidden)
         return result
 
 
@@ -198,7 +213,15 @@ class Experts(nn.Module):
     too.
     """
 
-    def __init__(self, width: int, inner: int, number: int, active: float, *, gated: bool) -> None:
+    def __init__(
+        self,
+        width: int,
+        inner: int,
+        number: int,
+        active: float,
+        *,
+        gated: bool,
+    ) -> None:
         super().__init__()
         self.router = nn.Linear(width, number, bias=False)
         self.experts = nn.ModuleList(perceptron(width, inner, gated=gated) for _ in range(number))
@@ -206,13 +229,15 @@ class Experts(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Compute hidden states [B, T, C] of the same shape."""
+        _, num_tokens, width = hidden.shape
         weights = self.router(hidden).softmax(-1).transpose(1, 2)  # [B, E, T]
-        num_tokens = max(1, int(hidden.shape[1] * self.active // len(self.experts)))
-        weight, place = weights.topk(min(num_tokens, hidden.shape[1]))
+        share = max(1, int(num_tokens * self.active // len(self.experts)))
+        weight, place = weights.topk(min(share, num_tokens))
         result = torch.zeros_like(hidden)
         for number, expert in enumerate(self.experts):
-            indices = place[:, number, :, None].expand(-1, -1, hidden.shape[2])
-            output = expert(hidden.gather(1, indices)) * weight[:, number, :, None]
+            indices = place[:, number, :, None].expand(-1, -1, width)
+            output = expert(hidden.gather(1, indices))
+            output = output * weight[:, number, :, None]
             result = result.scatter_add(1, indices, output.to(result.dtype))
         return result
 
@@ -234,24 +259,29 @@ class Attention(nn.Module):
         self.causal = causal
         self.grouped = kv_heads != heads
         # Apart, not fused: tensor parallel cuts each of them between heads.
-        sizes = (
-            heads * head_width,
-            kv_heads * head_width,
-            kv_heads * head_width,
-        )
-        self.query, self.key, self.value = (nn.Linear(width, size) for size in sizes)
+        self.query = nn.Linear(width, heads * head_width)
+        self.key = nn.Linear(width, kv_heads * head_width)
+        self.value = nn.Linear(width, kv_heads * head_width)
         self.output = nn.Linear(heads * head_width, width)
 
     def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
         """Compute hidden states [B, T, C] of the same shape; ``mask`` as in `Block.forward`."""
-        query, key, value = (
-            # As many heads as this rank has of them.
-            part(hidden).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
-            for part in (self.query, self.key, self.value)
-        )
-        causal = self.causal and mask is None
+        query = self._split_heads(self.query(hidden))
+        key = self._split_heads(self.key(hidden))
+        value = self._split_heads(self.value(hidden))
         mixed = F.scaled_dot_product_attention(
-            query, key, value, mask, is_causal=causal, enable_gqa=self.grouped
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            is_causal=self.causal and mask is None,
+            enable_gqa=self.grouped,
         )
         result: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
         return result
+
+    def _split_heads(self, channels: Tensor) -> Tensor:
+        """Return [B, heads, T, head width] of [B, T, C]: as many heads as this rank has."""
+        sizes = (-1, self.head_width)
+        heads: Tensor = channels.unflatten(-1, sizes)  # type: ignore[no-untyped-call]
+        return heads.transpose(1, 2)

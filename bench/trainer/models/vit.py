@@ -42,18 +42,19 @@ class MultiCameraVit(CameraModel):
     def __init__(self, settings: VitSettings) -> None:
         super().__init__(settings)
         self.stem = _Patches(settings)
-        self.blocks = nn.ModuleList(
-            Block(settings.width, settings.heads, causal=False) for _ in range(settings.depth)
-        )
+        self.blocks = nn.ModuleList()
+        for _ in range(settings.depth):
+            block = Block(settings.width, settings.heads, causal=False)
+            self.blocks.append(block)
         self.head = _Head(settings)
 
     def feature_map(self, hidden: Tensor, *inputs: Tensor) -> Tensor:
         """Return the tokens as maps of the images [B, N, C, h, w]."""
-        columns = self.settings.patches_along(inputs[0].shape[-1])
-        return super().feature_map(
-            hidden.transpose(1, 2).reshape(*hidden.shape[::2], -1, columns),
-            *inputs,
-        )
+        img = inputs[0]
+        num_images, _, width = hidden.shape
+        columns = self.settings.patches_along(img.shape[-1])
+        maps = hidden.transpose(1, 2).reshape(num_images, width, -1, columns)
+        return super().feature_map(maps, *inputs)
 
 
 class _Patches(ImageStem):
@@ -63,12 +64,10 @@ class _Patches(ImageStem):
 
     def __init__(self, settings: VitSettings) -> None:
         width = settings.width
-        super().__init__(
-            settings.subsample,
-            nn.Conv2d(3, width, settings.patch, settings.patch),
-        )
+        embedding = nn.Conv2d(3, width, kernel_size=settings.patch, stride=settings.patch)
+        super().__init__(settings.subsample, embedding)
         # Relative to neighbours, and for any size of image (arXiv 2102.10882).
-        self.positions = nn.Conv2d(width, width, 3, padding=1, groups=width)
+        self.positions = nn.Conv2d(width, width, kernel_size=3, padding=1, groups=width)
 
     def forward(self, img: Tensor, *_: Tensor) -> Tensor:
         patches = super().forward(img)
@@ -81,15 +80,12 @@ class _Head(nn.Module):
         super().__init__()
         self.settings = settings
         self.norm = nn.LayerNorm(settings.width)
-        self.cells = OccupancyHead(
-            settings.width, settings.patch * settings.subsample, settings.grid
-        )
+        stride = settings.patch * settings.subsample
+        self.cells = OccupancyHead(settings.width, stride, settings.grid)
 
     def forward(self, tokens: Tensor, img: Tensor, *inputs: Tensor) -> Tensor:
-        features = (
-            self.norm(tokens)
-            .transpose(1, 2)
-            .unflatten(2, (-1, self.settings.patches_along(img.shape[-1])))
-        )
+        columns = self.settings.patches_along(img.shape[-1])
+        channels = self.norm(tokens).transpose(1, 2)
+        features = channels.unflatten(2, (-1, columns))
         logits: Tensor = self.cells(features, img, *inputs)
         return logits

@@ -32,33 +32,36 @@ Named = list[tuple[str, nn.Parameter]]
 
 def autocast(device: torch.device, precision: Precision) -> AbstractContextManager[Any]:
     """Compute in the precision what torch's autocast says can be; weights stay fp32."""
-    return nullcontext() if precision == "fp32" else torch.autocast(device.type, DTYPES[precision])
+    if precision == "fp32":
+        return nullcontext()
+    return torch.autocast(device.type, DTYPES[precision])
 
 
 def usual_optimiser(named: Named, settings: ParallelSettings) -> Optimizer:
     """Make AdamW, or SGD with a momentum of 0.9, of all parameters."""
     parameters = [parameter for _, parameter in named]
     rate = settings.learning_rate
-    return (
-        AdamW(parameters, rate)
-        if settings.optimiser == "adamw"
-        else SGD(parameters, rate, _MOMENTUM)
-    )
+    if settings.optimiser == "adamw":
+        return AdamW(parameters, rate)
+    return SGD(parameters, rate, _MOMENTUM)
 
 
-def make_optimiser(named: Named, make: Callable[[Named], Optimizer], *, sharded: bool) -> Optimizer:
+def make_optimiser(
+    named: Named,
+    make: Callable[[Named], Optimizer],
+    *,
+    sharded: bool,
+) -> Optimizer:
     """Make an optimiser of named parameters; with ``sharded`` each rank has the state of some of
     them.
     """
     optimiser = make(named)
-    groups = [
-        {
-            **{name: value for name, value in group.items() if name != "param_names"},
-            "params": part,
-        }
-        for group in optimiser.param_groups
-        for part in _by_mesh(group["params"])
-    ]
+    groups = []
+    for group in optimiser.param_groups:
+        settings = {name: value for name, value in group.items() if name != "param_names"}
+        for part in _by_mesh(group["params"]):
+            group_of_mesh = {**settings, "params": part}
+            groups.append(group_of_mesh)
     if not sharded:
         optimiser.param_groups = groups
         return optimiser
@@ -77,10 +80,8 @@ def _by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
     """
     groups: dict[object, list[nn.Parameter]] = {}
     for parameter in parameters:
-        groups.setdefault(
-            parameter.device_mesh if isinstance(parameter, DTensor) else None,
-            [],
-        ).append(parameter)
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        groups.setdefault(mesh, []).append(parameter)
     return list(groups.values())
 
 
@@ -92,22 +93,24 @@ def clip_gradients(
     """Scale all gradients so that their norm, over all ranks' parts and stages, is at most
     ``largest``.
     """
-    with_gradients = [p for p in parameters if p.grad is not None]
+    with_gradients = [parameter for parameter in parameters if parameter.grad is not None]
     # By the groups of ranks that have a part each. DTensor's own norm warns on every rank where two
     # axes divide it.
     divided: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
-    for parameter, gradient in zip(with_gradients, _local_gradients(with_gradients), strict=True):
+    gradients = _local_gradients(with_gradients)
+    for parameter, gradient in zip(with_gradients, gradients, strict=True):
         groups = list[dist.ProcessGroup]()
         if isinstance(parameter, DTensor):
-            axes = (
-                axis for axis, kind in enumerate(parameter.placements) if not kind.is_replicate()
-            )
-            groups += map(parameter.device_mesh.get_group, axes)
+            for axis, placement in enumerate(parameter.placements):
+                if not placement.is_replicate():
+                    group = parameter.device_mesh.get_group(axis)
+                    groups.append(group)
         divided.setdefault(tuple(groups), []).append(gradient)
-    squares = {
-        shared: get_total_norm(gradients).square()
-        for shared, gradients in (divided or {(): []}).items()
-    }
+    if not divided:
+        divided[()] = []
+    squares = {}
+    for shared, gradients in divided.items():
+        squares[shared] = get_total_norm(gradients).square()
     for shared, square in squares.items():
         for group in shared:
             dist.all_reduce(square, group=group)
@@ -157,10 +160,14 @@ class SharedGradScaler(torch.amp.GradScaler):
         found_inf: Tensor,
         *_: object,
     ) -> dict[torch.device, Tensor]:
-        gradients = _local_gradients(p for group in optimizer.param_groups for p in group["params"])
+        parameters = []
+        for group in optimizer.param_groups:
+            parameters += group["params"]
+        gradients = _local_gradients(parameters)
         for gradient in gradients:
             gradient.mul_(inv_scale.to(gradient.device))
-        found_inf.copy_(get_total_norm(gradients).isfinite().logical_not())
+        is_finite = get_total_norm(gradients).isfinite()
+        found_inf.copy_(is_finite.logical_not())
         if dist.is_initialized():
             dist.all_reduce(found_inf, dist.ReduceOp.MAX)
         self.num_skipped = self.num_skipped + 1 if bool(found_inf) else 0

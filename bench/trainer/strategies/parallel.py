@@ -265,7 +265,12 @@ def _divide(
     What is recomputed in the backward pass keeps no activations, or (selective) the costly ones.
     """
 
-    def policy(_: object, operation: object, *__: Any, **___: Any) -> checkpoint.CheckpointPolicy:
+    def policy(
+        _: object,
+        operation: object,
+        *__: Any,
+        **___: Any,
+    ) -> checkpoint.CheckpointPolicy:
         policies = checkpoint.CheckpointPolicy
         return (
             policies.MUST_SAVE
@@ -305,7 +310,11 @@ def _divide(
             )
 
 
-def _check_tensor_parallel(part: nn.Module, styles: Mapping[str, ParallelStyle], tp: int) -> None:
+def _check_tensor_parallel(
+    part: nn.Module,
+    styles: Mapping[str, ParallelStyle],
+    tp: int,
+) -> None:
     """Check that tensor parallel of a degree divides weights, heads and, in each pass, activations.
 
     What it does not divide, torch would divide into parts of several sizes, of which gloo aborts

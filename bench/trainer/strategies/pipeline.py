@@ -40,11 +40,13 @@ class Stage(nn.Module):
 
     def __init__(self, model: StagedModel, number: int, num_stages: int) -> None:
         super().__init__()
-        first, last = (len(model.blocks) * place // num_stages for place in (number, number + 1))
+        num_blocks = len(model.blocks)
+        first = num_blocks * number // num_stages
+        end = num_blocks * (number + 1) // num_stages
         self.stem = model.stem if number == 0 else None
-        self.blocks = nn.ModuleDict(
-            {str(block): model.blocks[block] for block in range(first, last)}
-        )
+        self.blocks = nn.ModuleDict()
+        for block in range(first, end):
+            self.blocks[str(block)] = model.blocks[block]
         self.head = model.head if number == num_stages - 1 else None
         self._loss = model.loss
         self._beside = model.beside
@@ -76,10 +78,8 @@ class _TimedStage(PipelineStage):
     """
 
     accelerator: Accelerator | None = None
-    share = (
-        0.0,
-        0.0,
-    )  # samples and images of a part of the batch, times this stage's share of the model
+    share = (0.0, 0.0)
+    """Samples and images of a part of the batch, times this stage's share of the model."""
     has_shapes = False
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
@@ -112,15 +112,16 @@ class Pipeline:
         self._micro_batches = micro_batches
         self._parts: float = micro_batches
         self._scale = torch.ones(())
-        self._stages = [
-            _TimedStage(module, number, num_stages, device, group=group)
-            for number, module in modules.items()
-        ]
-        for stage in self._stages:
+        self._stages: list[_TimedStage] = []
+        for number, module in modules.items():
+            stage = _TimedStage(module, number, num_stages, device, group=group)
             stage.accelerator = accelerator
-        kind = get_schedule_class(schedule)
-        stages: Any = self._stages if issubclass(kind, PipelineScheduleMulti) else self._stages[0]
-        self._schedule = kind(
+            self._stages.append(stage)
+        schedule_class = get_schedule_class(schedule)
+        stages: Any = self._stages
+        if not issubclass(schedule_class, PipelineScheduleMulti):
+            stages = self._stages[0]
+        self._schedule = schedule_class(
             stages,
             micro_batches,
             loss_fn=lambda loss, _: loss * self._scale / self._parts,
@@ -146,18 +147,21 @@ class Pipeline:
                 f"micro_batches={self._micro_batches} does not divide the batch of {num_samples} "
                 f"samples per rank; {divisors('micro_batches', num_samples)}"
             )
-        share = 1 / self._micro_batches / self._stages[0].num_stages
+        num_stages = self._stages[0].num_stages
+        share = 1 / self._micro_batches / num_stages
+        num_rows, num_images = rows
         self._scale = scale
         self._parts = self._micro_batches * accumulation
         for stage in self._stages:
             # Torch finds the shapes by a pass over memory of any content: it must leave no trace in
             # statistics.
             stage.submod.train(stage.has_shapes)
-            stage.share = rows[0] * share, rows[1] * share
+            stage.share = num_rows * share, num_images * share
         losses: list[Tensor] = []
         named = {f"input_{number}": tensor for number, tensor in enumerate(inputs)}
         # The target only says how many parts there are; the last stage's output is the loss.
         self._schedule.step(target=inputs[-1], losses=losses, return_outputs=False, **named)
         if not losses:
             return torch.zeros((), device=inputs[0].device)
-        return torch.stack([loss.detach() for loss in losses]).sum() / scale
+        total = torch.stack([loss.detach() for loss in losses]).sum()
+        return total / scale

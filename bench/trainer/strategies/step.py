@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -78,8 +79,11 @@ class Parallel:
 
     def __post_init__(self) -> None:
         self.precision = precision_of(self.settings, self.device)
-        enabled = self.precision == "fp16"
-        self.scaler = SharedGradScaler(self.device.type, self.settings.max_skipped, enabled=enabled)
+        self.scaler = SharedGradScaler(
+            self.device.type,
+            self.settings.max_skipped,
+            enabled=self.precision == "fp16",
+        )
         self.average: dict[str, Tensor] = {}
         self.losses: dict[str, Any] = {}
         self._noted: dict[str, Any] = {}
@@ -120,17 +124,19 @@ class Parallel:
     @property
     def world(self) -> int:
         """Number of ranks that train together."""
-        return dist.get_world_size() if dist.is_initialized() and not self.settings.alone else 1
+        if self.settings.alone or not dist.is_initialized():
+            return 1
+        return dist.get_world_size()
 
     @property
     def counts(self) -> bool:
         """Whether this rank counts its samples: others of its model-parallel group have the
         same.
         """
-        axes = (
-            () if self.mesh is None else {"pp", "tp"}.intersection(self.mesh.mesh_dim_names or ())
-        )
-        return self.mesh is None or all(self.mesh.get_local_rank(axis) == 0 for axis in axes)
+        if self.mesh is None:
+            return True
+        axes = {"pp", "tp"}.intersection(self.mesh.mesh_dim_names or ())
+        return all(self.mesh.get_local_rank(axis) == 0 for axis in axes)
 
     def forward_backward(
         self,
@@ -177,19 +183,17 @@ class Parallel:
             scale = self.scaler.scale(inputs[0].new_ones((), dtype=torch.float))
             with precise:
                 return self.pipeline.run(inputs, rows, scale, accumulation / size)
-        weight = share * size if share is not None and self.mean_of_real else 1.0
+        weight: Tensor | float = 1.0
+        if share is not None and self.mean_of_real:
+            weight = share * size
         (model,) = self.models
         if isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(last)
-        with (
-            model.no_sync()
-            if isinstance(model, DistributedDataParallel) and not last
-            else nullcontext()
-        ):
-            with (
-                nullcontext() if timer is None else timer.forward(*rows),
-                precise,
-            ):
+        reduction: AbstractContextManager[None] = nullcontext()
+        if isinstance(model, DistributedDataParallel) and not last:
+            reduction = model.no_sync()
+        with reduction:
+            with nullcontext() if timer is None else timer.forward(*rows), precise:
                 with naming_keys(inputs[0]):
                     outputs = model(*inputs)
                 loss = self._total(outputs, inputs, weight / accumulation)
@@ -197,7 +201,12 @@ class Parallel:
                 self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
-    def _total(self, outputs: Any, inputs: tuple[Any, ...], weight: Tensor | float) -> Tensor:
+    def _total(
+        self,
+        outputs: Any,
+        inputs: tuple[Any, ...],
+        weight: Tensor | float,
+    ) -> Tensor:
         """Return a micro-batch's loss times its weight in the step, and note its parts.
 
         Raises ConfigError for what is no loss that can be trained, with what returned it.
@@ -212,8 +221,9 @@ class Parallel:
             problem = "an empty dict"
         for part in parts:
             if not isinstance(part, Tensor):
-                of_dict = "a dict with " if isinstance(losses, Mapping) else ""
-                problem = f"{of_dict}{'None' if part is None else type(part).__name__}"
+                problem = "None" if part is None else type(part).__name__
+                if isinstance(losses, Mapping):
+                    problem = f"a dict with {problem}"
             elif part.numel() != 1:
                 problem = f"a tensor of shape {list(part.shape)}"
             if problem is not None:
@@ -225,21 +235,29 @@ class Parallel:
             (model,) = self.models
             inner = model.module if isinstance(model, DistributedDataParallel) else model
             function = type(inner).forward if self.loss is None else self.loss
-            place = f"'{getattr(function, '__qualname__', type(function).__name__)}'"
+            name = getattr(function, "__qualname__", type(function).__name__)
+            place = f"'{name}'"
             code = getattr(inspect.unwrap(function), "__code__", None)
             if code is not None:
-                place += f" ({Path(code.co_filename).name}:{code.co_firstlineno})"
-            raise ConfigError(
+                file = Path(code.co_filename).name
+                place += f" ({file}:{code.co_firstlineno})"
+            text = (
                 f"{place} returned {problem}: return the loss, a tensor without axes "
                 "such as a mean, or a dict of such tensors, whose sum is trained"
-                + ("; or give loss=function(outputs, batch)" if self.loss is None else "")
             )
+            if self.loss is None:
+                text += "; or give loss=function(outputs, batch)"
+            raise ConfigError(text)
         if isinstance(losses, Tensor):
             return losses * weight
         for name, value in losses.items():
-            self._noted[name] = self._noted.get(name, 0) + value.detach() * weight
-        wide = [part.to(torch.promote_types(part.dtype, torch.float)) for part in parts]
-        return torch.stack(wide).sum() * weight
+            sum_before = self._noted.get(name, 0)
+            self._noted[name] = sum_before + value.detach() * weight
+        wide_parts = []
+        for part in parts:
+            dtype = torch.promote_types(part.dtype, torch.float)
+            wide_parts.append(part.to(dtype))
+        return torch.stack(wide_parts).sum() * weight
 
     def step(self, batches: Iterable[Any]) -> Tensor:
         """Train on the micro-batches of a step, at least one; return this rank's loss, the mean
@@ -253,9 +271,12 @@ class Parallel:
         for number, batch in enumerate(parts, start=1):
             with naming_keys(batch):
                 inputs = to_device(self.inputs(batch), self.device)
-            losses.append(
-                self.forward_backward(inputs, accumulation=len(parts), last=number == len(parts))
+            loss = self.forward_backward(
+                inputs,
+                accumulation=len(parts),
+                last=number == len(parts),
             )
+            losses.append(loss)
         self.update()
         return self.own_loss(torch.stack(losses).sum())
 
@@ -277,11 +298,8 @@ class Parallel:
                     gradient.mul_(self._factor.to(gradient.device))
         if self.settings.clip_norm is not None:
             group = None if self.pipeline is None else self.pipeline.group
-            clip_gradients(
-                (p for model in self.models for p in model.parameters()),
-                self.settings.clip_norm,
-                group,
-            )
+            parameters = itertools.chain.from_iterable(model.parameters() for model in self.models)
+            clip_gradients(parameters, self.settings.clip_norm, group)
         self.scaler.step(self.optimiser)
         self.scaler.update()
         self.optimiser.zero_grad()
@@ -291,17 +309,17 @@ class Parallel:
             self.schedule.step()
             for name, parameter in named_parameters(self.models):
                 if self.decay is not None and name in self.average:
-                    local(self.average[name]).lerp_(local(parameter.detach()), 1 - self.decay)
+                    average = local(self.average[name])
+                    average.lerp_(local(parameter.detach()), 1 - self.decay)
 
     def start_average(self) -> None:
         """Start the average, if there is one, at the parameters."""
-        if self.decay is not None:
-            learnt = (
-                (name, parameter)
-                for name, parameter in named_parameters(self.models)
-                if parameter.requires_grad
-            )
-            self.average = {name: parameter.detach().clone() for name, parameter in learnt}
+        if self.decay is None:
+            return
+        self.average = {}
+        for name, parameter in named_parameters(self.models):
+            if parameter.requires_grad:
+                self.average[name] = parameter.detach().clone()
 
     def over_ranks(self, values: Mapping[str, float]) -> dict[str, float]:
         """Return the means of values over all ranks, which must give the same names."""
@@ -324,11 +342,11 @@ class Parallel:
                 "under fsdp2"
             )
         (model,) = self.models
-        pairs = [
-            (local(parameter.detach()), local(self.average[name]))
-            for name, parameter in named_parameters(self.models)
-            if name in self.average
-        ]
+        pairs = []
+        for name, parameter in named_parameters(self.models):
+            if name in self.average:
+                average = local(self.average[name])
+                pairs.append((local(parameter.detach()), average))
         inner = model.module if isinstance(model, DistributedDataParallel) else model
         was_training = model.training
         model.eval()
@@ -380,7 +398,9 @@ def local(tensor: Tensor) -> Tensor:
 
 def precision_of(settings: ParallelSettings, device: torch.device) -> Precision:
     """Return the precision that settings leave open."""
-    return settings.precision or ("bf16" if device.type == "cuda" else "fp32")
+    if settings.precision:
+        return settings.precision
+    return "bf16" if device.type == "cuda" else "fp32"
 
 
 def named_parameters(
@@ -403,8 +423,6 @@ def to_device(value: Any, device: torch.device) -> Any:
         return value.to(device, non_blocking=True)
     if isinstance(value, Mapping):
         return {name: to_device(item, device) for name, item in value.items()}
-    return (
-        type(value)(to_device(item, device) for item in value)
-        if type(value) in (list, tuple)
-        else value
-    )
+    if type(value) in (list, tuple):
+        return type(value)(to_device(item, device) for item in value)
+    return value

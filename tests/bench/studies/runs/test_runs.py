@@ -26,7 +26,7 @@ from fuelrail.pipeline.errors import (
     WorldError,
 )
 from fuelrail.pipeline.format.dataset import open_dataset
-from fuelrail.pipeline.format.ledger import LedgerFile, read_ledger
+from fuelrail.pipeline.format.ledger import LedgerFile, SegmentStart, read_ledger
 from fuelrail.pipeline.order.spec import OrderStage
 from support.batches import load, unlike
 from support.datasets import build_dataset
@@ -630,6 +630,24 @@ def test_replaced_samples_are_marked(datasets, tmp_path):
     ]
     replayed = bench.replay(path, 3)
     assert not unlike(replayed.batch, batches[3])
+    assert replayed.differences == []
+
+
+def test_a_replaced_sample_is_of_one_rank(tmp_path):
+    build_dataset(tmp_path / "own", {"train": (9, 10, 7)})
+    index = open_dataset(tmp_path / "own").index
+    spoil(tmp_path / "own", index.row(4))
+    options = {"on_error": "substitute", "file": None, "shuffle": False}
+    with load(tmp_path / "own", 4, ledger=tmp_path / "a.ledger", **options) as loader:
+        list(loader)
+    records = list(read_ledger(tmp_path / "a.ledger").records)
+    for number, record in enumerate(records):
+        if isinstance(record, SegmentStart):
+            records[number] = msgspec.structs.replace(record, ranks=2)
+    path = tmp_path / "b.ledger"
+    LedgerFile(path).append(*records)
+    replayed = bench.replay(path, 1, rank=1)
+    assert replayed.batch["sample_key"] == [index.row(row).key for row in (6, 7)]
     assert replayed.differences == []
 
 
