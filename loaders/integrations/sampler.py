@@ -374,7 +374,10 @@ class BatchSampler:
                 f"a counted iteration {reason}; make a sampler and a loader for each iteration"
             )
         if self._ledger.is_kept:
-            self._ledger.hand_out(walk.after(num_steps - 1), walk.after(num_steps), None)
+            self._ledger.hand_out(
+                walk.after(num_steps - 1),
+                following=walk.after(num_steps).rolled(self._batching),
+            )
         self._origin = walk.start
         self._num_received = num_steps
 
