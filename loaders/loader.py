@@ -436,7 +436,12 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
             [stream.session for stream in streams],
         )
 
-    def _drain(self, pipeline: Pipeline, walk: Walk, iteration: object) -> Iterator[dict[str, Any]]:
+    def _drain(
+        self,
+        pipeline: Pipeline,
+        walk: Walk,
+        iteration: object,
+    ) -> Iterator[dict[str, Any]]:
         """Hand out one epoch's batches, where ranks change or steps are given again too."""
         try:
             while True:
@@ -764,7 +769,13 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
             raise ConfigError("parts can be left out of a loader without where= only")
         self._left_out, self._schedule, self._make = leave_out(parts, self._schedule, self._make)
 
-    def serve(self, memory: Memory, note: Callable[..., None], *, finishes: bool) -> BadSamples:
+    def serve(
+        self,
+        memory: Memory,
+        note: Callable[..., None],
+        *,
+        finishes: bool,
+    ) -> BadSamples:
         """Make batches in this memory, for another process; return what knows its bad samples,
         which ``note`` gets.
 
@@ -776,7 +787,12 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         self._take = self._buffers()
         return self._bad
 
-    def make_steps(self, place: Cursor, number: int, count: int = 1) -> Iterator[Any]:
+    def make_steps(
+        self,
+        place: Cursor,
+        number: int,
+        count: int = 1,
+    ) -> Iterator[Any]:
         """Yield ``count`` batches from this number after a place on, and request nothing else;
         the position stays.
         """

@@ -110,7 +110,8 @@ def assemble(
     batch_rows = [task.batch_row for task in tasks]
     for name, values in slot.flags.items():
         # Of a second view the row wraps around to that of the first.
-        batch[name] = torch.from_numpy(np.take(values, batch_rows, mode="wrap"))
+        flags = np.take(values, batch_rows, mode="wrap")
+        batch[name] = torch.from_numpy(flags)
     if decoded[0].view is not None:
         batch["view"] = torch.tensor([entry.view for entry in decoded])
     if tasks[0].source.name is not None:
@@ -180,26 +181,32 @@ def _collect_labels(
                 key=entry.sample.key,
             )
         if box_frame == "lidar":
-            augmented2lidar = invert_rigid(entry.sample.geometry.lidar2keyego()) @ entry.bev.matrix
+            ego2lidar = invert_rigid(entry.sample.geometry.lidar2keyego())
+            augmented2lidar = ego2lidar @ entry.bev.matrix
             rotation = augmented2lidar[:3, :3].T
             stored = boxes.boxes3d.astype(np.float64)
             centre = stored[:, :3] @ rotation + augmented2lidar[:3, 3]
             size = stored[:, 3:6] * entry.bev.scale
             # The heading is that of the full rotation, as nuscenes-devkit turns a box before it
             # takes the yaw.
-            axes = rotation_matrices(boxes.rotation_wxyz.astype(np.float64))
+            rotation_wxyz = boxes.rotation_wxyz.astype(np.float64)
+            axes = rotation_matrices(rotation_wxyz)
             heading = axes[:, :, 0] @ rotation
             yaw = np.arctan2(heading[:, 1], heading[:, 0])
             boxes3d = _float32(np.column_stack([centre, size, yaw]))
-            velocity = _float32(boxes.velocity.astype(np.float64) @ rotation)
+            stored_velocity = boxes.velocity.astype(np.float64)
+            velocity = _float32(stored_velocity @ rotation)
         else:
             boxes3d = torch.from_numpy(entry.bev.boxes3d(boxes.boxes3d))
             velocity = torch.from_numpy(entry.bev.vectors(boxes.velocity))
+        label = boxes.label.astype(np.int64)
+        valid = boxes.valid.astype(bool)
+        instance_id = boxes.instance_id.copy()
         entries["gt_boxes_3d"].append(boxes3d)
-        entries["gt_labels_3d"].append(torch.from_numpy(boxes.label.astype(np.int64)))
+        entries["gt_labels_3d"].append(torch.from_numpy(label))
         entries["gt_velocity"].append(velocity)
-        entries["gt_valid"].append(torch.from_numpy(boxes.valid.astype(bool)))
-        entries["instance_id"].append(torch.from_numpy(boxes.instance_id.copy()))
+        entries["gt_valid"].append(torch.from_numpy(valid))
+        entries["instance_id"].append(torch.from_numpy(instance_id))
     return entries
 
 

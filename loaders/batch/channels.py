@@ -328,7 +328,8 @@ class SelectedChannels(NamedTuple):
             if not any(present):
                 # The shape of a value that no sample has; 0 where the table leaves a side open.
                 sample = decoded[0]
-                maps = zip(self.cameras, sample.maps[sample.task.current], strict=True)
+                image_maps = sample.maps[sample.task.current]
+                maps = zip(self.cameras, image_maps, strict=True)
                 motion = Motion(dict(maps), sample.bev)
                 sides = tuple(side or 0 for side in channel.shape)
                 shape = LAWS[channel.law.name].shape(sides, channel, motion)
@@ -394,9 +395,8 @@ def _stack_logits(values: list[Any]) -> Any:
 def _join_logits(
     values: list[Any], join: Callable[[tuple[torch.Tensor, ...]], torch.Tensor]
 ) -> Logits:
-    return Logits(
-        *(None if parts[0] is None else join(parts) for parts in zip(*values, strict=True))
-    )
+    fields = zip(*values, strict=True)
+    return Logits(*(None if parts[0] is None else join(parts) for parts in fields))
 
 
 def _pack(values: list[Any]) -> Any:

@@ -45,7 +45,12 @@ def hidden(sample: Sample) -> Sample:
     geometry = dataclasses.replace(
         sample.geometry, cam_valid=np.zeros_like(sample.geometry.cam_valid)
     )
-    return dataclasses.replace(sample, geometry=geometry, images={}, points={})
+    return dataclasses.replace(
+        sample,
+        geometry=geometry,
+        images={},
+        points={},
+    )
 
 
 class Frames(NamedTuple):

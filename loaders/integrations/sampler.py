@@ -360,7 +360,12 @@ class BatchSampler:
         """Return whether no step is left of the epoch of a pass."""
         return self._walk().start.epoch > walk.start.epoch
 
-    def receive(self, counting: CountedLoader, walk: Walk, num_steps: int) -> None:
+    def receive(
+        self,
+        counting: CountedLoader,
+        walk: Walk,
+        num_steps: int,
+    ) -> None:
         """Note that the trainer has received ``num_steps`` batches of a pass; raise OrderError
         for an older pass.
         """

@@ -172,7 +172,8 @@ class RunLedger:
         self._open()
         self._reached: Cursor | None = None
         """The place of the newest record, where it is of a state."""
-        plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(identity))
+        encoded = msgspec.json.encode(identity)
+        plain: dict[str, Any] = msgspec.json.decode(encoded)
         self._setup = RunSetup(
             version=LEDGER_VERSION,
             identity=plain,
@@ -217,21 +218,24 @@ class RunLedger:
         if not self.is_kept:
             return
         values = {name: getattr(arguments, name) for name in (*RECORDED, *_FUNCTIONS)}
-        functions = {
-            name: f"{value.__module__}:{getattr(value, '__qualname__', type(value).__name__)}"
-            for name in _FUNCTIONS
-            if (value := values.pop(name)) is not None
-        }
-        places = {
-            name: value.url or str(Path(value.root).resolve()) for name, value in datasets.items()
-        }
+        functions = {}
+        for name in _FUNCTIONS:
+            function = values.pop(name)
+            if function is not None:
+                kind = type(function).__name__
+                qualified_name = getattr(function, "__qualname__", kind)
+                functions[name] = f"{function.__module__}:{qualified_name}"
+        places = {}
+        for name, dataset in datasets.items():
+            places[name] = dataset.url or str(Path(dataset.root).resolve())
         plain = {
             "datasets": places,
             "order": order,
             "functions": functions,
             **values,
         }
-        loader = msgspec.json.decode(msgspec.json.encode(plain, enc_hook=os.fspath))
+        encoded = msgspec.json.encode(plain, enc_hook=os.fspath)
+        loader = msgspec.json.decode(encoded)
         self._setup = msgspec.structs.replace(self._setup, loader=loader)
 
     def refuse_share(self) -> None:
@@ -377,12 +381,10 @@ class RunLedger:
                 return
             before = self._reached
             # States after steps in a row are asked for, and not all saved: the newest one is kept.
-            is_dense = (
-                why == "state"
-                and before is not None
-                and before.epoch == cursor.epoch
-                and cursor.samples_consumed - before.samples_consumed <= self._batching.global_batch
-            )
+            is_dense = False
+            if why == "state" and before is not None and before.epoch == cursor.epoch:
+                num_since = cursor.samples_consumed - before.samples_consumed
+                is_dense = num_since <= self._batching.global_batch
             lengths = self._batching.lengths
             length = None
             if why == "epoch" and lengths is not None:
@@ -447,7 +449,8 @@ def package_versions() -> dict[str, str]:
         version,
     )
 
-    versions = {"python": ".".join(map(str, sys.version_info[:3]))}
+    python = sys.version_info
+    versions = {"python": f"{python.major}.{python.minor}.{python.micro}"}
     for name in _PACKAGES:
         try:
             versions[name] = version(name)
