@@ -173,7 +173,12 @@ class Autotuner:
         self._batches += 1
         return self._batches >= self._window_batches and now_s - self._start_s >= self._window_s
 
-    def update(self, now_s: float, waited_s: float, clocks: Sequence[StageClock]) -> Tuning | None:
+    def update(
+        self,
+        now_s: float,
+        waited_s: float,
+        clocks: Sequence[StageClock],
+    ) -> Tuning | None:
         """Judge the window that ends now; the new tuning, if there is one.
 
         ``waited_s`` and ``clocks`` are the pipeline's, since its start.

@@ -193,7 +193,12 @@ def _find_version(*packages: str) -> str | None:
     return None
 
 
-def serve_metrics(loader: DataLoader, *, port: int = 0, host: str = "127.0.0.1") -> MetricsServer:
+def serve_metrics(
+    loader: DataLoader,
+    *,
+    port: int = 0,
+    host: str = "127.0.0.1",
+) -> MetricsServer:
     """Serve a loader's :meth:`~fuelrail.DataLoader.stats` at ``http://HOST:PORT/metrics``.
 
     ``port`` 0 takes any free one; with several ranks on a host give each its own, such as ``9400 +

@@ -183,7 +183,11 @@ class _Claim(msgspec.Struct, frozen=True):
     batch: int
 
 
-def check_ranks_agree(settings: Mapping[str, Any], world: World, batch: object) -> None:
+def check_ranks_agree(
+    settings: Mapping[str, Any],
+    world: World,
+    batch: object,
+) -> None:
     """Compare settings and first batch over all processes of the default process group; every one
     must call this.
 

@@ -395,8 +395,8 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
             # Restored at an epoch's very end: there the next epoch comes, unless set_epoch asks for
             # that one's rest.
             self._start = self._start.rolled(self._batching)
-        check_epoch(self._schedule.layers, self._start.epoch)
         is_next = self._position.rolled(self._batching) == self._start
+        check_epoch(self._schedule.layers, self._start.epoch)
         if self._committed is not None and not (is_next and self._committed != self._position):
             self._committed = self._start  # else steps before it are still to be committed
         self._position = self._start
@@ -436,13 +436,20 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
             [stream.session for stream in streams],
         )
 
-    def _drain(self, pipeline: Pipeline, walk: Walk, iteration: object) -> Iterator[dict[str, Any]]:
+    def _drain(
+        self,
+        pipeline: Pipeline,
+        walk: Walk,
+        iteration: object,
+    ) -> Iterator[dict[str, Any]]:
         """Hand out one epoch's batches, where ranks change or steps are given again too."""
         try:
-            yield from self._hand_out(pipeline, walk, iteration)
-            while self._iteration is iteration and self._walk is not walk:
+            while True:
+                yield from self._hand_out(pipeline, walk, iteration)
+                if self._iteration is not iteration or self._walk is walk:
+                    break
                 walk = self._walk
-                yield from self._hand_out(self._runner.take(), walk, iteration)
+                pipeline = self._runner.take()
         finally:
             if self._iteration is iteration:
                 self._iteration = None
@@ -484,11 +491,13 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
                 self._samples += self.batch_size
                 if not self._batching.is_even and isinstance(batch, dict):
                     batch["weight"] = self._batching.rank_weight
-                self._position = walk.after(handed_out)
+                self._position = following = walk.after(handed_out)
+                if handed_out == num_batches:
+                    following = walk.following.rolled(self._batching)
                 self._ledger.hand_out(
                     walk.after(handed_out - 1),
-                    self._position,
-                    partial(batch_digest, batch),
+                    following=following,
+                    digest=partial(batch_digest, batch),
                 )
                 tuning = self._runner.tuning_due()
                 if tuning is not None:
@@ -496,7 +505,7 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
                 if handed_out == num_batches and self._runner.runs(pipeline):
                     # Before the last batch, not after the loop: a user who counts by len() never
                     # asks for one more.
-                    self._runner.park_at(walk.following.rolled(self._batching))
+                    self._runner.park_at(following)
                 yield batch
                 # While the consumer asks for the next one, its buffer is free for another.
                 del batch
@@ -760,7 +769,13 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
             raise ConfigError("parts can be left out of a loader without where= only")
         self._left_out, self._schedule, self._make = leave_out(parts, self._schedule, self._make)
 
-    def serve(self, memory: Memory, note: Callable[..., None], *, finishes: bool) -> BadSamples:
+    def serve(
+        self,
+        memory: Memory,
+        note: Callable[..., None],
+        *,
+        finishes: bool,
+    ) -> BadSamples:
         """Make batches in this memory, for another process; return what knows its bad samples,
         which ``note`` gets.
 
@@ -772,7 +787,12 @@ class DataLoader(LoaderDisplay, UnlikeTorch, AbstractContextManager["DataLoader"
         self._take = self._buffers()
         return self._bad
 
-    def make_steps(self, place: Cursor, number: int, count: int = 1) -> Iterator[Any]:
+    def make_steps(
+        self,
+        place: Cursor,
+        number: int,
+        count: int = 1,
+    ) -> Iterator[Any]:
         """Yield ``count`` batches from this number after a place on, and request nothing else;
         the position stays.
         """

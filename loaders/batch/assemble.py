@@ -80,13 +80,16 @@ def assemble(
     """
     slot = decoded[0].slot
     samples = [entry.sample for entry in decoded]
+    tasks = [entry.task for entry in decoded]
+    labels = _collect_labels(decoded, box_frame)
     frames = Frames.collect(decoded)
     geometry = frames.geometry
+    dist = np.where(np.isnan(geometry.dist), 0.0, geometry.dist)
     batch: dict[str, Any] = {
         "img": slot.img(),
         "cam_valid": torch.from_numpy(geometry.cam_valid.astype(bool)),
         "intrinsics": _float32(frames.intrinsics),
-        "dist": _float32(np.where(np.isnan(geometry.dist), 0.0, geometry.dist)),
+        "dist": _float32(dist),
         "ida_mat": _float32(frames.ida_mat),
         "cam2ego": _float32(geometry.cam2ego),
         "cam2keyego": _float32(frames.cam2keyego),
@@ -99,43 +102,45 @@ def assemble(
         "sample_token": [sample.meta.sample_token for sample in samples],
         "clip_id": [sample.meta.clip_id for sample in samples],
         "frame": _tensor([sample.meta.frame_idx for sample in samples]),
-        "global_index": _tensor([entry.task.row for entry in decoded]),
-        "valid": _tensor([entry.task.valid for entry in decoded]),
+        "global_index": _tensor([task.row for task in tasks]),
+        "valid": _tensor([task.valid for task in tasks]),
         "epoch": slot.epoch,
         "step": slot.step,
     }
-    batch_rows = [entry.task.batch_row for entry in decoded]
+    batch_rows = [task.batch_row for task in tasks]
     for name, values in slot.flags.items():
         # Of a second view the row wraps around to that of the first.
-        batch[name] = torch.from_numpy(np.take(values, batch_rows, mode="wrap"))
+        flags = np.take(values, batch_rows, mode="wrap")
+        batch[name] = torch.from_numpy(flags)
     if decoded[0].view is not None:
         batch["view"] = torch.tensor([entry.view for entry in decoded])
-    if decoded[0].task.source.name is not None:
-        batch["dataset"] = [entry.task.source.name for entry in decoded]
+    if tasks[0].source.name is not None:
+        batch["dataset"] = [task.source.name for task in tasks]
     if frames.ego2key is not None:
-        task_frames = [entry.task.frames for entry in decoded]
         batch["ego2key"] = _float32(frames.ego2key)
         batch["frame_valid"] = torch.tensor(
-            [[frame.present for frame in frames_of_task] for frames_of_task in task_frames]
+            [[frame.present for frame in task.frames] for task in tasks]
         )
         batch["frame_global_index"] = torch.tensor(
-            [[frame.row for frame in frames_of_task] for frames_of_task in task_frames]
+            [[frame.row for frame in task.frames] for task in tasks]
         )
     if frames.lidar2ego is not None:
         batch["lidar2ego"] = _float32(frames.lidar2ego)
-        batch["lidar2img"] = _float32(frames.ego2img @ frames.lidar2ego[..., None, :, :])
+        lidar2img = frames.ego2img @ frames.lidar2ego[..., None, :, :]
+        batch["lidar2img"] = _float32(lidar2img)
     lacking: list[str] = []
     if "poses" in unknown:
         lacking.append("ego2global")
-        if frames.has_windows:
+        if slot.has_windows:
             lacking += ["ego2key", "cam2keyego"]
     if "calibration" in unknown:
         lacking += _OF_CAMERAS
     for name in lacking:
         batch.pop(name, None)
     if lidar is not None:
-        sweeps = []
+        batch["points"] = []
         for entry in decoded:
+            sweeps = []
             for sample in entry.samples:
                 points = sample.points.get(lidar.channel)
                 # A sweep that is missing is an empty one: the batch's list must keep its length.
@@ -144,20 +149,23 @@ def assemble(
                 else:
                     sweep = entry.bev.points(points, sample.geometry.lidar2keyego())
                 sweeps.append(torch.from_numpy(sweep))
-        batch["points"] = frames.listed(sweeps)
+            batch["points"].append(sweeps if slot.has_windows else sweeps[0])
     if channels.channels:
-        batch.update(channels.entries(decoded, frames))
+        batch.update(channels.entries(decoded, frames.axes))
     if "pack" in batch:
         batch.update(packed_entries(batch))
-    if any(sample.boxes is not None for sample in samples):
-        batch.update(_collect_labels(decoded, box_frame))
+    batch.update(labels)
     return batch
 
 
 def _collect_labels(
     decoded: Sequence[Parsed], box_frame: BoxFrame
 ) -> dict[str, list[torch.Tensor]]:
-    """Return the boxes of the samples and what goes with them, as augmented, in a frame."""
+    """Return the boxes of the samples and what goes with them, as augmented, in a frame; nothing
+    where no sample has boxes.
+    """
+    if all(entry.sample.boxes is None for entry in decoded):
+        return {}
     entries: dict[str, list[torch.Tensor]] = {
         "gt_boxes_3d": [],
         "gt_labels_3d": [],
@@ -173,26 +181,32 @@ def _collect_labels(
                 key=entry.sample.key,
             )
         if box_frame == "lidar":
-            augmented2lidar = invert_rigid(entry.sample.geometry.lidar2keyego()) @ entry.bev.matrix
+            ego2lidar = invert_rigid(entry.sample.geometry.lidar2keyego())
+            augmented2lidar = ego2lidar @ entry.bev.matrix
             rotation = augmented2lidar[:3, :3].T
             stored = boxes.boxes3d.astype(np.float64)
             centre = stored[:, :3] @ rotation + augmented2lidar[:3, 3]
             size = stored[:, 3:6] * entry.bev.scale
             # The heading is that of the full rotation, as nuscenes-devkit turns a box before it
             # takes the yaw.
-            axes = rotation_matrices(boxes.rotation_wxyz.astype(np.float64))
+            rotation_wxyz = boxes.rotation_wxyz.astype(np.float64)
+            axes = rotation_matrices(rotation_wxyz)
             heading = axes[:, :, 0] @ rotation
             yaw = np.arctan2(heading[:, 1], heading[:, 0])
             boxes3d = _float32(np.column_stack([centre, size, yaw]))
-            velocity = _float32(boxes.velocity.astype(np.float64) @ rotation)
+            stored_velocity = boxes.velocity.astype(np.float64)
+            velocity = _float32(stored_velocity @ rotation)
         else:
             boxes3d = torch.from_numpy(entry.bev.boxes3d(boxes.boxes3d))
             velocity = torch.from_numpy(entry.bev.vectors(boxes.velocity))
+        label = boxes.label.astype(np.int64)
+        valid = boxes.valid.astype(bool)
+        instance_id = boxes.instance_id.copy()
         entries["gt_boxes_3d"].append(boxes3d)
-        entries["gt_labels_3d"].append(torch.from_numpy(boxes.label.astype(np.int64)))
+        entries["gt_labels_3d"].append(torch.from_numpy(label))
         entries["gt_velocity"].append(velocity)
-        entries["gt_valid"].append(torch.from_numpy(boxes.valid.astype(bool)))
-        entries["instance_id"].append(torch.from_numpy(boxes.instance_id.copy()))
+        entries["gt_valid"].append(torch.from_numpy(valid))
+        entries["instance_id"].append(torch.from_numpy(instance_id))
     return entries
 
 

@@ -40,6 +40,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 import torch
 
+from fuelrail.loaders.batch.temporal import make_tensors
 from fuelrail.loaders.records import Batch
 from fuelrail.loaders.schedule.datasets import Chosen
 from fuelrail.loaders.schedule.selection import Selectable
@@ -53,7 +54,6 @@ from fuelrail.pipeline.format.attributes import AttributeColumns
 from fuelrail.pipeline.format.layers import JoinedAttributes
 
 if TYPE_CHECKING:
-    from fuelrail.loaders.batch.temporal import Frames
     from fuelrail.loaders.batch.timed import TimedChannel
     from fuelrail.loaders.config import Transforms
     from fuelrail.loaders.records import Parsed
@@ -298,23 +298,24 @@ class SelectedChannels(NamedTuple):
             for channel in self.channels
         )
 
-    def entries(self, decoded: Sequence[Parsed], frames: Frames) -> dict[str, Any]:
+    def entries(self, decoded: Sequence[Parsed], frame_axes: tuple[int, ...]) -> dict[str, Any]:
         """Return the entries of a batch of these samples; see the module's tables.
 
-        Raises SchemaError where values cannot be stacked.
+        ``frame_axes`` are (B, T) with windows, and (B,) without. Raises SchemaError where values
+        cannot be stacked.
         """
         batch: dict[str, Any] = {}
         for stored in self.channels:
             timed = self.timed.get(stored.name)
             channel = stored if timed is None else timed.channel
-            axes = frames
             if timed is None:
+                axes = frame_axes
                 values = [
                     frame_values[channel.name] for entry in decoded for frame_values in entry.extra
                 ]
             else:
+                axes = (len(decoded), len(timed.offsets_ns))
                 values = [value for entry in decoded for value in entry.timed[channel.name]]
-                axes = frames._replace(axes=(len(decoded), len(timed.offsets_ns)))
             present = [value is not None for value in values]
             has_any_length = channel.kind in _TOKEN_KINDS and channel.shape[0] is None
             if self.max_tokens is not None and has_any_length:
@@ -327,36 +328,15 @@ class SelectedChannels(NamedTuple):
             if not any(present):
                 # The shape of a value that no sample has; 0 where the table leaves a side open.
                 sample = decoded[0]
-                maps = zip(self.cameras, sample.maps[sample.task.current], strict=True)
+                image_maps = sample.maps[sample.task.current]
+                maps = zip(self.cameras, image_maps, strict=True)
                 motion = Motion(dict(maps), sample.bev)
                 sides = tuple(side or 0 for side in channel.shape)
                 shape = LAWS[channel.law.name].shape(sides, channel, motion)
             collated = KINDS[channel.kind].collate(values, channel, shape)
-            batch[channel.name] = _shape_tensors(collated, axes)
-            batch[f"{channel.name}_valid"] = torch.from_numpy(axes.shaped(present))
+            batch[channel.name] = make_tensors(collated, axes)
+            batch[f"{channel.name}_valid"] = torch.from_numpy(np.reshape(present, axes))
         return batch
-
-
-def _shape_tensors(collated: Any, frames: Frames) -> Any:
-    """Return what a kind collated over all frames as tensors, with the axes of the batch."""
-    if isinstance(collated, Packed) or (
-        isinstance(collated, Logits) and collated.offsets is not None
-    ):
-        return type(collated)(*(_tensor(array) for array in collated))
-    if isinstance(collated, Logits):
-        return collated.map(lambda array: _shape_tensors(array, frames))
-    if isinstance(collated, dict):
-        return {name: _shape_tensors(value, frames) for name, value in collated.items()}
-    if isinstance(collated, np.ndarray):
-        return _tensor(collated).reshape(*frames.axes, *collated.shape[1:])
-    return frames.listed([_tensor(value) for value in collated])
-
-
-def _tensor(value: Any) -> Any:
-    """Return an array as a tensor on writable memory of its own; everything else as it is."""
-    if not isinstance(value, np.ndarray):
-        return value
-    return torch.from_numpy(value if value.flags.writeable else value.copy())
 
 
 def split_sample(
@@ -415,9 +395,8 @@ def _stack_logits(values: list[Any]) -> Any:
 def _join_logits(
     values: list[Any], join: Callable[[tuple[torch.Tensor, ...]], torch.Tensor]
 ) -> Logits:
-    return Logits(
-        *(None if parts[0] is None else join(parts) for parts in zip(*values, strict=True))
-    )
+    fields = zip(*values, strict=True)
+    return Logits(*(None if parts[0] is None else join(parts) for parts in fields))
 
 
 def _pack(values: list[Any]) -> Any:

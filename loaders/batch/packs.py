@@ -98,9 +98,9 @@ def packed_entries(batch: dict[str, Any]) -> dict[str, Any]:
     Raises ConfigError for 2**31 tokens or more.
     """
     pack = batch["pack"]
-    entries: dict[str, Any] = {
-        "pack_offsets": torch.searchsorted(pack, torch.arange(int(pack[-1]) + 2)).to(torch.int32)
-    }
+    numbers = torch.arange(int(pack[-1]) + 2)
+    pack_offsets = torch.searchsorted(pack, numbers)
+    entries: dict[str, Any] = {"pack_offsets": pack_offsets.to(torch.int32)}
     tokens = next((value for value in batch.values() if isinstance(value, Packed)), None)
     if tokens is None:
         return entries
@@ -149,19 +149,17 @@ def pad_packs(
             raise ConfigError(
                 f"{name!r} has {len(tensor)} tokens, static batches hold {length}: raise max_tokens"
             )
-        return torch.cat(
-            [
-                tensor,
-                tensor.new_full((length - len(tensor), *tensor.shape[1:]), fill),
-            ]
-        )
+        shape = (length - len(tensor), *tensor.shape[1:])
+        padding = tensor.new_full(shape, fill)
+        return torch.cat([tensor, padding])
 
     padded_batch = dict(batch)
     for name, value in batch.items():
         if isinstance(value, Packed):
             values, offsets = map(torch.as_tensor, value)
-            ends = padded(name, offsets, rows + 1, int(offsets[-1]))
-            padded_batch[name] = Packed._make((padded(name, values, max_total, 0), ends))
+            values = padded(name, values, max_total, 0)
+            offsets = padded(name, offsets, rows + 1, int(offsets[-1]))
+            padded_batch[name] = Packed._make((values, offsets))
         elif name == "max_seqlen":
             if value > longest:
                 raise ConfigError(
@@ -169,7 +167,8 @@ def pad_packs(
                 )
             padded_batch[name] = longest
         elif name == "cu_seqlens":
-            padded_batch[name] = padded(name, value, rows + 1, int(value[-1]))
+            num_tokens = int(value[-1])
+            padded_batch[name] = padded(name, value, rows + 1, num_tokens)
         elif isinstance(value, dict):
             padded_batch[name] = {key: padded(name, part, rows, 0) for key, part in value.items()}
         elif isinstance(value, torch.Tensor) and name != "pack_offsets":

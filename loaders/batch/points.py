@@ -47,7 +47,12 @@ class Accumulation(NamedTuple):
                 columns=self.lidar.columns,
                 lidar2global=geometry.lidar_ego2global[0] @ geometry.lidar2ego[0],
                 timestamp_ns=int(geometry.lidar_timestamp_ns[0]),
-                chosen=self.sweeps.chosen(num_stored, seed=seed, epoch=epoch, sample=row),
+                chosen=self.sweeps.chosen(
+                    num_stored,
+                    seed=seed,
+                    epoch=epoch,
+                    sample=row,
+                ),
             )
         except SchemaError as error:
             raise SchemaError(

@@ -106,7 +106,12 @@ def start_process(serve: Callable[[Any], None], name: str) -> tuple[Any, Any]:
         context.set_forkserver_preload([__name__])
     ours, theirs = context.Pipe()
     with ctrl_c_waits(), theirs:
-        process = context.Process(target=serve, args=(theirs,), name=name, daemon=True)
+        process = context.Process(
+            target=serve,
+            args=(theirs,),
+            name=name,
+            daemon=True,
+        )
         process.start()
     return process, ours
 
@@ -250,7 +255,11 @@ def content_of(tensor: torch.Tensor) -> U8:
     return content
 
 
-def _make_tensor(content: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+def _make_tensor(
+    content: bytearray,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+) -> torch.Tensor:
     if content:
         return torch.frombuffer(content, dtype=dtype).view(shape)
     return torch.empty(shape, dtype=dtype)

@@ -63,7 +63,12 @@ class Runner:
         """
         assert self._pipeline is None, "one pipeline at a time"
         self._sources = sources
-        self._pipeline = Pipeline(tasks, stages, name=self._name, observer=self._observer)
+        self._pipeline = Pipeline(
+            tasks,
+            stages,
+            name=self._name,
+            observer=self._observer,
+        )
         if self._tuner is not None:
             self._tuner.restart()
         if self._start_s is None:

@@ -83,7 +83,12 @@ class Augments(NamedTuple):
             for group in self.images
         )
 
-    def changes(self, epoch: int, number: int, camera_rows: Sequence[int]) -> list[PixelChange]:
+    def changes(
+        self,
+        epoch: int,
+        number: int,
+        camera_rows: Sequence[int],
+    ) -> list[PixelChange]:
         """Draw the changes of pixel values of a sample's images, in rig order."""
         drawn = [
             self.pixels.draw(

@@ -128,7 +128,8 @@ class BatchPipeline(NamedTuple):
 
     def tuner(self, budget: Budget | None, ready: int) -> Autotuner | None:
         """Return what tunes the numbers of threads and of ready batches; see `make_tuner`."""
-        batch_bytes = sum(map(math.prod, image_shapes(self.augments.images, self._image_axes)))
+        shapes = image_shapes(self.augments.images, self._image_axes)
+        batch_bytes = sum(map(math.prod, shapes))
         # On a GPU the only threads that do work worth tuning are those that decode, unless parsing
         # is work.
         lanes = (
@@ -429,9 +430,10 @@ def make_batch_pipeline(
 
 def _list_views(items: Sequence[Parsed | user.Sample]) -> list[Any]:
     """Return the views of parsed or transformed samples: all first ones, then all second ones."""
-    return [
-        view for view_set in zip(*(item.views for item in items), strict=True) for view in view_set
-    ]
+    views: list[Any] = []
+    for views_of_draw in zip(*(item.views for item in items), strict=True):
+        views += views_of_draw
+    return views
 
 
 def check_pixels(decoder: ImageDecoder, pixels: PixelAugment) -> None:
@@ -470,7 +472,8 @@ class BatchDecode:
         slot = batch[0].task.slot
         on_cpu = not decodes_on_device(self._decoder)
         if not on_cpu:
-            slot = slot.for_rows(len(batch) * len(batch[0].views), self._decoder.new_output)
+            num_rows = len(batch) * len(batch[0].views)
+            slot = slot.for_rows(num_rows, self._decoder.new_output)
         parts = slot.parts()
         samples = list(batch)
         failed = self._decode(_list_views(samples), parts)
@@ -530,11 +533,9 @@ class BatchDecode:
                 for number, frame, camera in places
             ]
             maps = [samples[number].maps[frame][camera] for number, frame, camera in places]
-            for (number, frame, camera), error in zip(
-                places,
-                self._decoder.decode_batch(encoded, maps, images.flatten(0, 2)),
-                strict=True,
-            ):
+            outs = images.flatten(0, 2)
+            faults = self._decoder.decode_batch(encoded, maps, outs)
+            for (number, frame, camera), error in zip(places, faults, strict=True):
                 if error is not None and number not in errors:
                     key = samples[number].samples[frame].key
                     channel = self._cameras[camera]

@@ -145,7 +145,8 @@ def _pad_lists(
             "order's filter"
         )
     first = frames[0][0]
-    out = first.new_full((*lengths.shape, maximum, *first.shape[1:]), fill)
+    shape = (*lengths.shape, maximum, *first.shape[1:])
+    out = first.new_full(shape, fill)
     for row, sample in zip(out, frames, strict=True):
         for place, tensor in zip(row, sample, strict=True):
             place[: len(tensor)] = tensor

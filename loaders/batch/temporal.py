@@ -25,8 +25,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
-from numpy.typing import NDArray
+import torch
 
+from fuelrail.pipeline.channels.kinds import Packed
+from fuelrail.pipeline.channels.logits import Logits
 from fuelrail.pipeline.rigid import invert_rigid
 from fuelrail.pipeline.sample.schema import Geometry
 from fuelrail.pipeline.transforms.image_map import apply_to_intrinsics, ida_mats
@@ -43,7 +45,12 @@ def hidden(sample: Sample) -> Sample:
     geometry = dataclasses.replace(
         sample.geometry, cam_valid=np.zeros_like(sample.geometry.cam_valid)
     )
-    return dataclasses.replace(sample, geometry=geometry, images={}, points={})
+    return dataclasses.replace(
+        sample,
+        geometry=geometry,
+        images={},
+        points={},
+    )
 
 
 class Frames(NamedTuple):
@@ -79,46 +86,64 @@ class Frames(NamedTuple):
         for entry in decoded:
             for frame_maps in entry.maps:
                 image_maps += frame_maps
-        sample_matrices = (
-            np.array([entry.bev.matrix for entry in decoded]),
-            np.array([entry.bev.inverse for entry in decoded]),
-            np.array([entry.sample.geometry.ego2global for entry in decoded]),
-        )
-        bda, undo_bda, key2global = (
-            matrices[:, None] if has_windows else matrices for matrices in sample_matrices
-        )
+        bda_of_samples = np.array([entry.bev.matrix for entry in decoded])
+        bda = bda_of_samples
+        undo_bda = np.array([entry.bev.inverse for entry in decoded])
+        key2global = np.array([entry.sample.geometry.ego2global for entry in decoded])
+        if has_windows:
+            # The same for all frames of a sample.
+            bda = bda[:, None]
+            undo_bda = undo_bda[:, None]
+            key2global = key2global[:, None]
         geometry = Geometry.stack([sample.geometry for sample in samples], *axes)
-        ida_mat = ida_mats(image_maps).reshape(*axes, -1, 4, 4)
+        cam2keyego = bda[..., None, :, :] @ geometry.cam2keyego(key2global)
+        ego2img = geometry.ego2img()
+        lidar2ego = None
+        if geometry.lidar2ego.shape[-3]:
+            lidar2ego = geometry.lidar2keyego()
         ego2key = None
         if has_windows:
             ego2key = bda @ (invert_rigid(key2global) @ geometry.ego2global) @ undo_bda
+        ida_mat = ida_mats(image_maps).reshape(*axes, -1, 4, 4)
+        timestamps = np.array([sample.meta.timestamp_ns for sample in samples])
         return cls(
             axes=axes,
             geometry=geometry,
             ida_mat=ida_mat,
-            bda=sample_matrices[0],
+            bda=bda_of_samples,
             intrinsics=apply_to_intrinsics(ida_mat, geometry.intrinsics),
             ego2global=geometry.ego2global @ undo_bda,
-            cam2keyego=bda[..., None, :, :] @ geometry.cam2keyego(key2global),
-            ego2img=ida_mat @ geometry.ego2img() @ undo_bda[..., None, :, :],
-            lidar2ego=geometry.lidar2keyego() if geometry.lidar2ego.shape[-3] else None,
+            cam2keyego=cam2keyego,
+            ego2img=ida_mat @ ego2img @ undo_bda[..., None, :, :],
+            lidar2ego=lidar2ego,
             ego2key=ego2key,
-            timestamp_ns=np.array([sample.meta.timestamp_ns for sample in samples]).reshape(axes),
+            timestamp_ns=timestamps.reshape(axes),
         )
 
-    @property
-    def has_windows(self) -> bool:
-        """Whether an axis of T frames follows B."""
-        return len(self.axes) > 1
 
-    def shaped(self, values: Sequence[Any]) -> NDArray[Any]:
-        """Return a value of each frame as an array [B, T, ...], or [B, ...] without windows."""
-        stacked = np.array(values)
-        return stacked.reshape(*self.axes, *stacked.shape[1:])
+def make_tensors(collated: Any, axes: Sequence[int]) -> Any:
+    """Return what a kind of channels collated over all frames as tensors, with the axes of the
+    batch.
+    """
+    if isinstance(collated, np.ndarray):
+        return _own_tensor(collated).reshape(*axes, *collated.shape[1:])
+    if isinstance(collated, dict):
+        return {name: make_tensors(value, axes) for name, value in collated.items()}
+    if isinstance(collated, Logits) and collated.offsets is None:
+        return collated.map(lambda array: make_tensors(array, axes))
+    if isinstance(collated, Packed | Logits):
+        return type(collated)(*(_own_tensor(array) for array in collated))
+    values = [_own_tensor(value) for value in collated]
+    if len(axes) == 1:
+        return values
+    num_samples, num_frames = axes
+    return [
+        values[number * num_frames : (number + 1) * num_frames] for number in range(num_samples)
+    ]
 
-    def listed(self, values: list[Any]) -> list[Any]:
-        """Return a value of each frame as a list for each sample; without windows as it is."""
-        if not self.has_windows:
-            return values
-        num_samples, t = self.axes
-        return [values[number * t : (number + 1) * t] for number in range(num_samples)]
+
+def _own_tensor(value: Any) -> Any:
+    """Return an array as a tensor on writable memory of its own; everything else as it is."""
+    if not isinstance(value, np.ndarray):
+        return value
+    return torch.from_numpy(value if value.flags.writeable else value.copy())

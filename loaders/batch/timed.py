@@ -58,9 +58,11 @@ class TimedChannel(NamedTuple):
         values: Any = [of_sample[name] for _, of_sample in timed_samples]
         if self.is_series:
             parts = [part for part in values if part is not None]
-            stamps = np.concatenate([times[:0], *(part[TIMES] for part in parts)])
-            times, order = np.unique(stamps, return_index=True)
-            values = np.concatenate([part[VALUES] for part in parts])[order] if parts else ()
+            stamps = [times[:0]]
+            stamps += [part[TIMES] for part in parts]
+            times, order = np.unique(np.concatenate(stamps), return_index=True)
+            if parts:
+                values = np.concatenate([part[VALUES] for part in parts])[order]
         if not len(times):
             return [None] * len(self.offsets_ns)
         return resampled(
@@ -90,24 +92,33 @@ def resampled(
     high = np.minimum(before_index + 1, len(times) - 1)
     before = np.abs(sample_times - times[low])
     after = np.abs(times[high] - sample_times)
-    is_there = (sample_times >= times[0] - SAME_NS) & (sample_times <= times[-1] + SAME_NS)
+    is_there = sample_times >= times[0] - SAME_NS
+    is_there &= sample_times <= times[-1] + SAME_NS
     # The share of the later one of the two measurements about each time.
     if interpolation == "linear":
-        share = np.where(
-            before <= SAME_NS,
-            0.0,
-            before / np.maximum(times[high] - times[low], 1),
-        )
+        distance = np.maximum(times[high] - times[low], 1)
+        share = np.where(before <= SAME_NS, 0.0, before / distance)
+    elif interpolation == "nearest":
+        share = np.where(after < before, 1.0, 0.0)
+        if reach_ns is not None:
+            is_there[:] = True
     else:
-        share = np.where((interpolation == "nearest") & (after < before), 1.0, 0.0)
-        is_there |= (reach_ns is not None) & ((before_index >= 0) | (interpolation == "nearest"))
+        share = np.zeros(len(sample_times))
+        if reach_ns is not None:
+            is_there |= before_index >= 0
     if reach_ns is not None:
-        is_there &= ((share == 1) | (before <= reach_ns)) & ((share == 0) | (after <= reach_ns))
+        is_there &= (share == 1) | (before <= reach_ns)
+        is_there &= (share == 0) | (after <= reach_ns)
     sampled: list[Value | None] = []
-    neighbours = zip(low.tolist(), high.tolist(), strict=True)
-    for ends, weight, exists in zip(neighbours, share.tolist(), is_there.tolist(), strict=True):
-        earlier: Any = values[ends[0]]
-        later: Any = values[ends[1]]
+    for low_index, high_index, weight, exists in zip(
+        low.tolist(),
+        high.tolist(),
+        share.tolist(),
+        is_there.tolist(),
+        strict=True,
+    ):
+        earlier: Any = values[low_index]
+        later: Any = values[high_index]
         if not exists:
             sampled.append(None)
         elif weight == 0:
@@ -119,7 +130,8 @@ def resampled(
         else:
             first = np.asarray(earlier, np.float64) * (1 - weight)
             second = np.asarray(later, np.float64) * weight
-            sampled.append(np.asarray(first + second, np.asarray(earlier).dtype))
+            dtype = np.asarray(earlier).dtype
+            sampled.append(np.asarray(first + second, dtype))
     return sampled
 
 

@@ -221,7 +221,8 @@ class Packed(NamedTuple):
         """Return the tensors as views of a copy of the block, in the order in which they were
         packed.
         """
-        typed = {dtype: block.view(dtype) for dtype in {piece.dtype for piece in self.pieces}}
+        dtypes = {piece.dtype for piece in self.pieces}
+        typed = {dtype: block.view(dtype) for dtype in dtypes}
         return [
             typed[dtype].as_strided(shape, strides, offset)
             for dtype, shape, strides, offset in self.pieces
@@ -252,8 +253,8 @@ class Arena:
     def _take_memory(self, num_bytes: int) -> U8:
         if num_bytes > len(self._memory):
             # A quarter more, so that batches that grow a little do not each take new memory.
-            room = -(-num_bytes * 5 // 4 // ALIGNMENT) * ALIGNMENT
-            self._memory = self._buffers.take(room)
+            num_units = -(-num_bytes * 5 // 4 // ALIGNMENT)
+            self._memory = self._buffers.take(num_units * ALIGNMENT)
         return self._memory
 
 
@@ -268,14 +269,13 @@ def pack(tensors: Sequence[torch.Tensor], room: Memory) -> Packed:
     pieces: list[Piece] = []
     num_bytes = 0
     for tensor in dense:
-        pieces.append(
-            Piece(
-                tensor.dtype,
-                tuple(tensor.shape),
-                tensor.stride(),
-                num_bytes // tensor.itemsize,
-            )
+        piece = Piece(
+            dtype=tensor.dtype,
+            shape=tuple(tensor.shape),
+            strides=tensor.stride(),
+            offset=num_bytes // tensor.itemsize,
         )
+        pieces.append(piece)
         num_bytes += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
     memory = torch.from_numpy(room(num_bytes))[:num_bytes]
     start = memory.data_ptr()

@@ -96,7 +96,8 @@ def transform(
         stream="transform",
         count=1,
     )
-    sample = {"img": image, **parts, **common, "seed": int(drawn[0, 0] * 2**53)}
+    seed_of_sample = int(drawn[0, 0] * 2**53)
+    sample = {"img": image, **parts, **common, "seed": seed_of_sample}
     value = sample if function is None else function(sample)
     second = None
     if decoded.second is not None:
@@ -158,7 +159,8 @@ class BatchTransform:
             stream="batch_transform",
             count=1,
         )
-        generator = torch.Generator(self._device).manual_seed(int(drawn[0, 0] * 2**53))
+        seed = int(drawn[0, 0] * 2**53)
+        generator = torch.Generator(self._device).manual_seed(seed)
         try:
             result = self._function(batch, generator)
         except FuelrailError:
@@ -191,7 +193,8 @@ def stack_samples(transformed: Sequence[Sample]) -> dict[str, Any]:
                 "sample's dict, or give a collate_fn that takes what it returns"
             )
         if entry.value.keys() != samples[0].keys():
-            unlike = sorted(map(str, entry.value.keys() ^ samples[0].keys()))
+            unlike_names = entry.value.keys() ^ samples[0].keys()
+            unlike = sorted(map(str, unlike_names))
             raise ConfigError(
                 f"transform gave {entry} other names than {transformed[0]}: {', '.join(unlike)}"
             )
@@ -236,7 +239,11 @@ def _stack(values: list[Any]) -> Any:
     return values
 
 
-def _keep_rows(buffer: torch.Tensor, transformed: Sequence[Sample], images: list[Any]) -> Any:
+def _keep_rows(
+    buffer: torch.Tensor,
+    transformed: Sequence[Sample],
+    images: list[Any],
+) -> Any:
     for entry, image in zip(transformed, images, strict=True):
         row = buffer[entry.batch_row]
         if not (

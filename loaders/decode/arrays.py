@@ -105,7 +105,9 @@ def decode_jpeg(
     identity = image_map = ImageMap.identity((info.width, info.height))
     if crop is not None:
         left, top, width, height = crop
-        if not (0 <= left < left + width <= info.width and 0 <= top < top + height <= info.height):
+        has_columns = 0 <= left < left + width <= info.width
+        has_rows = 0 <= top < top + height <= info.height
+        if not (has_columns and has_rows):
             raise ConfigError(
                 f"crop={crop} (left, top, width, height) must lie within the image, which has "
                 f"{info.width}x{info.height} pixels"
@@ -117,14 +119,17 @@ def decode_jpeg(
         if not (math.isfinite(scale) and scale > 0):
             raise ConfigError(f"scale={scale!r} must be a number above 0")
         width, height = image_map.out_wh
-        size = max(1, round(width * scale)), max(1, round(height * scale))
+        scaled_width = max(1, round(width * scale))
+        scaled_height = max(1, round(height * scale))
+        size = (scaled_width, scaled_height)
     output = None if out is None else _output(out)
     wanted_size = size or (image_map.out_wh if output is None else output.size)
     if wanted_size != image_map.out_wh:
         image_map = image_map.resize(*wanted_size)
     if output is None:
         width, height = wanted_size
-        output = _Output(np.empty((height, width, 3), np.uint8), wanted_size, is_planes=False)
+        pixels = np.empty((height, width, 3), np.uint8)
+        output = _Output(pixels, wanted_size, is_planes=False)
     elif output.size != wanted_size:
         raise ConfigError(
             f"out is for {output.size[0]}x{output.size[1]} pixels (width x height), the result "
@@ -179,7 +184,8 @@ def decode_batch(images: Sequence[Buffer | U8 | torch.Tensor], out: Pixels) -> P
             continue
         numbers.append(number)
         encoded.append(file)
-        maps.append(ImageMap.identity((info.width, info.height)).resize(*output.size))
+        identity = ImageMap.identity((info.width, info.height))
+        maps.append(identity.resize(*output.size))
     if all(output.is_planes for output in outputs):
         planes = [outputs[number].pixels for number in numbers]
         faults = _load_decoder().decode_images(encoded, maps, planes)
@@ -214,11 +220,14 @@ def _decode_interleaved(
     order: str,
 ) -> None:
     width, height = image_map.out_wh
-    planes = _scratch.take("planes", 3 * height, width, 1).reshape(3, height, width)
+    memory = _scratch.take("planes", 3 * height, width, 1)
+    planes = memory.reshape(3, height, width)
     _load_decoder().decode_into(encoded, image_map, planes)
     import cv2  # which the decoder has loaded
 
-    cv2.merge(list(planes if order == "rgb" else planes[::-1]), pixels)
+    if order == "bgr":
+        planes = planes[::-1]
+    cv2.merge(list(planes), pixels)
 
 
 def _bytes_of(data: Buffer | U8 | torch.Tensor) -> Buffer:

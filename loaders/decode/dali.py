@@ -388,7 +388,12 @@ class DaliDecoder:
         first = self._run_or_split(jobs[:half], image_maps, out, interpolation)
         return first + self._run_or_split(jobs[half:], image_maps, out, interpolation)
 
-    def _run(self, jobs: Sequence[Job], out: torch.Tensor, interpolation: str) -> bool:
+    def _run(
+        self,
+        jobs: Sequence[Job],
+        out: torch.Tensor,
+        interpolation: str,
+    ) -> bool:
         """Decode the jobs by one run of a pipeline. False, and nothing written, if it failed."""
         key = Key.from_jobs(jobs, out, interpolation)
         try:
@@ -476,8 +481,17 @@ class DaliDecoder:
             prefetch_queue_depth=1,  # a run is of what was fed last
         )
         with pipeline:
-            encoded = fn.external_source(name="encoded", dtype=types.UINT8, ndim=1, no_copy=True)
-            window = fn.external_source(name="window", dtype=types.INT32, ndim=1)
+            encoded = fn.external_source(
+                name="encoded",
+                dtype=types.UINT8,
+                ndim=1,
+                no_copy=True,
+            )
+            window = fn.external_source(
+                name="window",
+                dtype=types.INT32,
+                ndim=1,
+            )
             if self._on_gpu:
                 decoded = fn.decoders.image(encoded, **_DECODING, **self._gpu_options())
             else:
@@ -490,7 +504,11 @@ class DaliDecoder:
                 )
             outputs = []
             for number in range(num_views):
-                box = fn.external_source(name=f"box{number}", dtype=types.FLOAT, ndim=1)
+                box = fn.external_source(
+                    name=f"box{number}",
+                    dtype=types.FLOAT,
+                    ndim=1,
+                )
                 start = box[0:2]
                 end = box[2:4]
                 size = box[4:6]
@@ -508,7 +526,12 @@ class DaliDecoder:
                 elif num_views > 1:
                     first = view_window[0:2] - window[0:2]
                     last = view_window[2:4] - window[0:2]
-                    image = fn.slice(image, start=first, end=last, axis_names="HW")
+                    image = fn.slice(
+                        image,
+                        start=first,
+                        end=last,
+                        axis_names="HW",
+                    )
                 image = fn.resize(
                     image,
                     roi_start=start,
@@ -518,7 +541,11 @@ class DaliDecoder:
                     antialias=True,
                 )
                 if not is_aligned:
-                    matrix = fn.external_source(name=f"matrix{number}", dtype=types.FLOAT, ndim=2)
+                    matrix = fn.external_source(
+                        name=f"matrix{number}",
+                        dtype=types.FLOAT,
+                        ndim=2,
+                    )
                     image = fn.warp_affine(
                         image,
                         matrix=matrix,

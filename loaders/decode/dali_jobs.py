@@ -76,7 +76,12 @@ class Key(NamedTuple):
     num_views: int = 1
 
     @classmethod
-    def from_jobs(cls, jobs: Sequence[Job], out: torch.Tensor, interpolation: str) -> Key:
+    def from_jobs(
+        cls,
+        jobs: Sequence[Job],
+        out: torch.Tensor,
+        interpolation: str,
+    ) -> Key:
         """Return that of jobs, which must be alike, and an output [B, 3, height, width]."""
         return cls(
             interpolation=interpolation,
@@ -111,7 +116,13 @@ def prepare(
     Of JPEGs with restart markers at their rows only the rows that are needed are kept; these lie in
     ``scratch`` until its thread's next call.
     """
-    prepared = Prepared(jobs=[], black=[], by_turbo=[], copies=[], errors={})
+    prepared = Prepared(
+        jobs=[],
+        black=[],
+        by_turbo=[],
+        copies=[],
+        errors={},
+    )
     first_use: dict[tuple[int, int], int] = {}
     decodes: dict[tuple[int, bool], int] = {}
     cuttable: dict[int, ImageInfo] = {}
@@ -216,7 +227,8 @@ def _make_job(index: int, data: Buffer, image_map: ImageMap) -> Job | None:
         )
     matrix: tuple[float, ...] = ()
     if is_aligned:
-        left, top, right, bottom = image_map.source_roi(_REACH_PX / min(1.0, image_map.max_scale))
+        reach = _REACH_PX / min(1.0, image_map.max_scale)
+        left, top, right, bottom = image_map.source_roi(reach)
         size = (out_height, out_width)
     else:
         steps = two_steps(image_map, _REACH_PX)
@@ -229,7 +241,13 @@ def _make_job(index: int, data: Buffer, image_map: ImageMap) -> Job | None:
         bottom = min(height, math.ceil(y1))
         size = steps.size_wh[::-1]
         matrix = steps.to_resized
-    box = (y0 - top, x0 - left, y1 - top, x1 - left, *size)
+    box = (
+        y0 - top,
+        x0 - left,
+        y1 - top,
+        x1 - left,
+        *size,
+    )
     return Job(
         place=index,
         encoded=data,
@@ -253,19 +271,22 @@ def inputs(jobs: Sequence[Job], *, is_whole: bool) -> dict[str, Any]:
 
     fed: dict[str, Any] = {"encoded": [TensorCPU(job.encoded) for job in jobs]}
     views = list(zip(*(job.views for job in jobs), strict=True))
-    windows = [np.array([job.window for job in of_view], np.int32) for of_view in views]
+    windows = []
+    for jobs_of_view in views:
+        rectangles = [job.window for job in jobs_of_view]
+        windows.append(np.array(rectangles, np.int32))
     if len(views) == 1 or not is_whole:
         first = np.min(windows, axis=0)[:, :2]
         last = np.max(windows, axis=0)[:, 2:]
         fed["window"] = np.concatenate([first, last], axis=1)
-    for number, of_view in enumerate(views):
+    for number, jobs_of_view in enumerate(views):
         if len(views) > 1:
             fed[f"window{number}"] = windows[number]
-        fed[f"box{number}"] = np.array([job.box for job in of_view], np.float32)
+        boxes = [job.box for job in jobs_of_view]
+        fed[f"box{number}"] = np.array(boxes, np.float32)
         if not jobs[0].is_aligned:
-            fed[f"matrix{number}"] = np.array([job.matrix for job in of_view], np.float32).reshape(
-                -1, 2, 3
-            )
+            matrices = np.array([job.matrix for job in jobs_of_view], np.float32)
+            fed[f"matrix{number}"] = matrices.reshape(-1, 2, 3)
     return fed
 
 
@@ -293,12 +314,12 @@ def psnr_of_means(first: torch.Tensor, second: torch.Tensor) -> float:
     """
     width = -(-first.shape[2] // 4)
     height = -(-first.shape[1] // 4)
-    differences = [
-        cv2.absdiff(
-            *(cv2.resize(plane, (width, height), interpolation=cv2.INTER_AREA) for plane in planes)
-        )
-        for planes in zip(first.numpy(), second.numpy(), strict=True)
-    ]
+    differences = []
+    for planes in zip(first.numpy(), second.numpy(), strict=True):
+        means = [
+            cv2.resize(plane, (width, height), interpolation=cv2.INTER_AREA) for plane in planes
+        ]
+        differences.append(cv2.absdiff(*means))
     error = float(np.mean(np.square(differences, dtype=np.float64)))
     if error:
         return 10.0 * math.log10(255.0**2 / error)
@@ -341,7 +362,9 @@ def black_out_unseen(
     limits = np.array([everything if columns is None else columns for columns in limited])
     columns = torch.from_numpy(limits).to(out.device)  # [n, 2, height]
     x = torch.arange(width, device=out.device)
-    is_seen = ((x >= columns[:, 0, :, None]) & (x < columns[:, 1, :, None]))[:, None]
+    starts = columns[:, None, 0, :, None]
+    stops = columns[:, None, 1, :, None]
+    is_seen = (x >= starts) & (x < stops)
     for where, part in stretches(jobs):
         out[where] *= is_seen[part]
 

@@ -42,7 +42,11 @@ _GRID = 9
 does.
 """
 
-_UNIT: Matrix3 = ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0))
+_UNIT: Matrix3 = (
+    (1.0, 0.0, 0.0),
+    (0.0, 1.0, 0.0),
+    (0.0, 0.0, 1.0),
+)
 
 _NUM_KEPT = 12
 """Samplings that are kept: two rigs of six cameras, for evaluation, where the maps repeat."""
@@ -70,8 +74,13 @@ def rectified_camera(lens: Lens, wh: tuple[int, int], alpha: float) -> Matrix3:
         camera = np.array(lens.stored)
         coefficients = np.array(lens.coefficients)
         if lens.kind == "fisheye":
-            choose = cv2.fisheye.estimateNewCameraMatrixForUndistortRectify
-            chosen = choose(camera, coefficients, wh, np.eye(3), balance=alpha)
+            chosen = cv2.fisheye.estimateNewCameraMatrixForUndistortRectify(
+                camera,
+                coefficients,
+                wh,
+                R=np.eye(3),
+                balance=alpha,
+            )
         else:
             chosen, _ = cv2.getOptimalNewCameraMatrix(camera, coefficients, wh, alpha)
         return tuple(tuple(row) for row in chosen.tolist())
@@ -81,30 +90,39 @@ def rectified_camera(lens: Lens, wh: tuple[int, int], alpha: float) -> Matrix3:
     columns = np.linspace(0.0, corner[0], _GRID)
     rows = np.linspace(0.0, corner[1], _GRID)
     grid = np.stack(np.meshgrid(columns, rows), -1)
+    pixels = grid.reshape(-1, 2)
     unit_lens = dataclasses.replace(lens, rectified=_UNIT)
-    rays = rectified_places(grid.reshape(-1, 2), unit_lens).reshape(grid.shape)
+    rays = rectified_places(pixels, unit_lens).reshape(grid.shape)
+    x = rays[..., 0]
+    y = rays[..., 1]
     inner = np.array(
         [
-            rays[:, 0, 0].max(),
-            rays[0, :, 1].max(),
-            rays[:, -1, 0].min(),
-            rays[-1, :, 1].min(),
+            x[:, 0].max(),
+            y[0].max(),
+            x[:, -1].min(),
+            y[-1].min(),
         ]
     )
-    outer = np.concatenate([rays.min((0, 1)), rays.max((0, 1))])
+    outer = np.array([x.min(), y.min(), x.max(), y.max()])
     inner_focal, inner_centre = _rectangle_camera(inner, corner)
     outer_focal, outer_centre = _rectangle_camera(outer, corner)
     fx, fy = (1.0 - alpha) * inner_focal + alpha * outer_focal
     cx, cy = (1.0 - alpha) * inner_centre + alpha * outer_centre
-    return (fx, 0.0, cx), (0.0, fy, cy), (0.0, 0.0, 1.0)
+    return (
+        (fx, 0.0, cx),
+        (0.0, fy, cy),
+        (0.0, 0.0, 1.0),
+    )
 
 
 def _rectangle_camera(sides: F64, corner: F64) -> tuple[F64, ...]:
     """Return focal lengths and centre that show a rectangle (left, top, right, bottom) of rays
     as a whole image.
     """
-    focal = corner / (sides[2:] - sides[:2])
-    return focal, -focal * sides[:2]
+    first = sides[:2]
+    last = sides[2:]
+    focal = corner / (last - first)
+    return focal, -focal * first
 
 
 def largest_scale(image_map: ImageMap, lens: Lens) -> float:
@@ -112,16 +130,23 @@ def largest_scale(image_map: ImageMap, lens: Lens) -> float:
     whole output.
     """
     x, y, step_x, step_y = _coarse_places(image_map, lens)
-    across = np.hypot(np.diff(x, axis=1), np.diff(y, axis=1)) / max(step_x, 1e-9)
-    down = np.hypot(np.diff(x, axis=0), np.diff(y, axis=0)) / max(step_y, 1e-9)
+    across = np.hypot(np.diff(x, axis=1), np.diff(y, axis=1))
+    across /= max(step_x, 1e-9)
+    down = np.hypot(np.diff(x, axis=0), np.diff(y, axis=0))
+    down /= max(step_y, 1e-9)
     steps = np.concatenate((across.ravel(), down.ravel()))
-    steps = steps[np.isfinite(steps) & (steps > 1e-6)]
+    is_length = np.isfinite(steps) & (steps > 1e-6)
+    steps = steps[is_length]
     if steps.size:
         return float(1.0 / steps.min())
     return 1.0
 
 
-def source_rows(image_map: ImageMap, lens: Lens, support_px: float) -> tuple[int, int]:
+def source_rows(
+    image_map: ImageMap,
+    lens: Lens,
+    support_px: float,
+) -> tuple[int, int]:
     """Return (top, bottom): pixel rows of the stored image that the output samples, or some more,
     within the image.
 
@@ -132,10 +157,10 @@ def source_rows(image_map: ImageMap, lens: Lens, support_px: float) -> tuple[int
     if not np.isfinite(y).all():
         return 0, height
     # Between the coarse places the lens bends by less than from one of them to the next.
-    bend = max(
-        (float(np.abs(np.diff(y, 2, axis)).max(initial=0.0)) for axis in (0, 1)),
-        default=0.0,
-    )
+    bend = 0.0
+    for axis in (0, 1):
+        bends = np.abs(np.diff(y, 2, axis))
+        bend = max(bend, float(bends.max(initial=0.0)))
     margin = support_px + bend + 1.0
     top = math.floor(float(y.min()) + 0.5 - margin)
     bottom = math.ceil(float(y.max()) + 0.5 + margin)
@@ -149,12 +174,17 @@ def _coarse_places(image_map: ImageMap, lens: Lens) -> tuple[F32, F32, float, fl
 
     Shared, not to be written to.
     """
-    width, height = (max(2, -(-side // _COARSE_PX)) for side in image_map.out_wh)
+    out_width, out_height = image_map.out_wh
+    width = max(2, -(-out_width // _COARSE_PX))
+    height = max(2, -(-out_height // _COARSE_PX))
     # A map of its own, shrunk about the first pixel's centre.
-    step_x = (image_map.out_wh[0] - 1) / (width - 1)
-    step_y = (image_map.out_wh[1] - 1) / (height - 1)
-    shrink = np.diag((1.0 / max(step_x, 1e-9), 1.0 / max(step_y, 1e-9), 1.0))
-    x, y = source_places(shrink @ _centre_matrix(image_map), lens, (width, height))
+    step_x = (out_width - 1) / (width - 1)
+    step_y = (out_height - 1) / (height - 1)
+    scale_x = 1.0 / max(step_x, 1e-9)
+    scale_y = 1.0 / max(step_y, 1e-9)
+    shrink = np.diag((scale_x, scale_y, 1.0))
+    matrix = shrink @ _centre_matrix(image_map)
+    x, y = source_places(matrix, lens, (width, height))
     return x, y, step_x, step_y
 
 
@@ -188,15 +218,18 @@ def sampling(
         & (y >= -top * sy - 0.5)
         & (y <= (height - top) * sy - 0.5)
     )
-    columns = image_map.visible_columns()
+    visible_columns = image_map.visible_columns()
     # The rectified image's own border, and what crops before a rotation left out.
-    if columns is not None:
-        column = np.arange(x.shape[1])
-        is_seen &= (column >= columns[0][:, None]) & (column < columns[1][:, None])
+    if visible_columns is not None:
+        starts, stops = visible_columns
+        columns = np.arange(x.shape[1])
+        is_seen &= columns >= starts[:, None]
+        is_seen &= columns < stops[:, None]
     if is_seen.all():
         return Sampling(x, y, None)
-    np.clip(np.nan_to_num(x, copy=False, nan=0.0), 0.0, size[0] - 1.0, out=x)
-    np.clip(np.nan_to_num(y, copy=False, nan=0.0), 0.0, size[1] - 1.0, out=y)
+    for places, side in ((x, size[0]), (y, size[1])):
+        np.nan_to_num(places, copy=False, nan=0.0)
+        np.clip(places, 0.0, side - 1.0, out=places)
     return Sampling(x, y, ~is_seen)
 
 

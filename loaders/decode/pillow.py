@@ -163,7 +163,13 @@ class PillowDecoder:
             scaled = (size[0] / image.width, size[1] / image.height)
             if size != image.size:
                 image = image.resize(size, _FILTERS[interpolation])
-            places = sampling(image_map, lens=lens, scale=scaled, size=size, top=top + begin)
+            places = sampling(
+                image_map,
+                lens=lens,
+                scale=scaled,
+                size=size,
+                top=top + begin,
+            )
             remapped = cv2.remap(
                 np.asarray(image),
                 places.x,
@@ -226,7 +232,8 @@ def _resize(
     width, height = source.size
     # A map may end within half an output pixel outside of the image, where the edge pixel
     # continues. Pillow's box may not, so the image gets that much of a border.
-    pad = math.ceil(max(0.0, -x0, x1 - width, -y0, y1 - height) - 1e-6)
+    overhang = max(0.0, -x0, x1 - width, -y0, y1 - height)
+    pad = math.ceil(overhang - 1e-6)
     if pad:
         edged = np.pad(
             np.asarray(source)[..., :3],
@@ -244,7 +251,8 @@ def _resize(
         min(x1, float(source.size[0])),
         min(y1, float(source.size[1])),
     )
-    image = source.resize((right - left, bottom - top), _FILTERS[interpolation], box=box)
+    size = (right - left, bottom - top)
+    image = source.resize(size, _FILTERS[interpolation], box=box)
     if a < 0:
         image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
     if d < 0:

@@ -17,7 +17,11 @@ if TYPE_CHECKING:
 _scratch = Scratch()
 
 
-def change_pixels(planes: U8, change: PixelChange, fill: tuple[int, int, int]) -> None:
+def change_pixels(
+    planes: U8,
+    change: PixelChange,
+    fill: tuple[int, int, int],
+) -> None:
     """Apply a change to uint8 (3, height, width) RGB planes, whose rows are contiguous, in place.
 
     Computed in float32 without clipping in between, as mmdet3d does, then rounded and clipped once.
@@ -28,8 +32,9 @@ def change_pixels(planes: U8, change: PixelChange, fill: tuple[int, int, int]) -
     _, height, width = planes.shape
     if change.saturation == 1.0 and change.hue_deg == 0.0:
         if change.brightness != 0.0 or change.contrast != 1.0:
-            levels = (np.arange(256) + change.brightness) * change.contrast
-            table = np.clip(np.rint(levels), 0, 255).astype(np.uint8)
+            levels = np.arange(256) + change.brightness
+            levels = np.rint(levels * change.contrast)
+            table = np.clip(levels, 0, 255).astype(np.uint8)
             for plane in planes:
                 cv2.LUT(plane, table, plane)
     else:
@@ -61,8 +66,10 @@ def change_pixels(planes: U8, change: PixelChange, fill: tuple[int, int, int]) -
         planes[:] = planes[list(change.order)]
     holes = change.holes
     if holes is not None:
-        rows = (np.arange(height) - holes.top_px) % holes.spacing_px >= holes.bar_px
-        columns = (np.arange(width) - holes.left_px) % holes.spacing_px >= holes.bar_px
-        mask = rows[:, None] & columns
+        rows = np.arange(height) - holes.top_px
+        columns = np.arange(width) - holes.left_px
+        is_row_hidden = rows % holes.spacing_px >= holes.bar_px
+        is_column_hidden = columns % holes.spacing_px >= holes.bar_px
+        mask = is_row_hidden[:, None] & is_column_hidden
         for plane, level in zip(planes, fill, strict=True):
             plane[mask] = level

@@ -64,24 +64,30 @@ def _choose_rows(
     """
     if not info.restart_interval or info.progressive or info.num_components == 4:
         return None
-    mcu = _MCU_WH.get(info.subsampling)
-    if mcu is None or info.restart_interval != -(-info.width // mcu[0]):
+    mcu_wh = _MCU_WH.get(info.subsampling)
+    if mcu_wh is None:
         return None
-    num_rows = -(-info.height // mcu[1])
+    mcu_width, mcu_height = mcu_wh
+    if info.restart_interval != -(-info.width // mcu_width):
+        return None
+    num_rows = -(-info.height // mcu_height)
     # Smooth upsampling of colour planes of half height looks into the neighbouring row. Scaled
     # decoding of 4:2:0 does without: it makes the colour planes as large as the other at once
     # (jdmaster.c).
-    context = int(mcu[1] == 16 and (factor == 1 or info.subsampling != "4:2:0"))
-    first = max(0, top // mcu[1] - context)
-    last = min(num_rows, -(-bottom // mcu[1]) + context)
+    is_smooth = factor == 1 or info.subsampling != "4:2:0"
+    context = int(mcu_height == 16 and is_smooth)
+    first = max(0, top // mcu_height - context)
+    last = min(num_rows, -(-bottom // mcu_height) + context)
     if last - first in (0, num_rows) or last < first:
         return None
+    top = first * mcu_height
+    bottom = min(info.height, last * mcu_height)
     return _Cut(
         first=first,
         last=last,
         num_rows=num_rows,
-        top=first * mcu[1],
-        height=min(info.height, last * mcu[1]) - first * mcu[1],
+        top=top,
+        height=bottom - top,
     )
 
 
@@ -112,22 +118,25 @@ def splice_rows(
     kinds = kinds[is_restart]
     markers = places[is_restart] + info.scan_at
     # They count D0, D1, ... D7, D0, ...
-    are_counted = np.array_equal(kinds & 7, np.arange(len(kinds)) & 7)
+    numbers = np.arange(len(kinds))
+    are_counted = np.array_equal(kinds & 7, numbers & 7)
     if len(markers) != cut.num_rows - 1 or not are_counted:
         return None
     if encoded[info.scan_at - 2 * info.num_components - 4] != info.num_components:
         return None
     if bytes(_END_OF_IMAGE) not in bytes(encoded[-16:]):
         return None  # cut, or something follows: the decoder shall see all of it
-    start = info.scan_at if cut.first == 0 else int(markers[cut.first - 1]) + 2
-    end = int(markers[cut.last - 1]) if cut.last < cut.num_rows else len(encoded)
+    start = info.scan_at
+    if cut.first:
+        start = int(markers[cut.first - 1]) + 2
+    end = len(encoded)
+    if cut.last < cut.num_rows:
+        end = int(markers[cut.last - 1])
     num_bytes = info.scan_at + end - start
-    spliced = (
-        np.empty(num_bytes + 2, np.uint8)
-        if scratch is None
-        else scratch.take("spliced", 1, num_bytes + 2, 1)
-    )
-    spliced = spliced.ravel()
+    if scratch is None:
+        spliced = np.empty(num_bytes + 2, np.uint8)
+    else:
+        spliced = scratch.take("spliced", 1, num_bytes + 2, 1).ravel()
     spliced[: info.scan_at] = source[: info.scan_at]
     spliced[info.scan_at : num_bytes] = source[start:end]
     if cut.last < cut.num_rows:
@@ -135,8 +144,10 @@ def splice_rows(
         num_bytes += 2
     spliced[info.frame_at + 5 : info.frame_at + 7] = divmod(cut.height, 256)
     if cut.first % 8:
-        within = markers[cut.first : cut.last - 1] + (info.scan_at - start + 1)
-        spliced[within] = 0xD0 + (np.arange(len(within)) & 7)
+        moved_by = info.scan_at - start
+        kinds_at = markers[cut.first : cut.last - 1] + (moved_by + 1)
+        numbers = np.arange(len(kinds_at))
+        spliced[kinds_at] = 0xD0 + (numbers & 7)
     return SplicedRows(spliced[:num_bytes].data, cut.top, cut.height)
 
 
@@ -177,9 +188,13 @@ def splice_views(
         spliced = SplicedRows(encoded, 0, info.height)
         if all(splice_rows(encoded, info, *view_rows, factor) is None for view_rows in rows):
             cuts = [None for _ in rows]
-    tops = [(0, info.height) if cut is None else (cut.top, cut.height) for cut in cuts]
-    parts = tuple((top - spliced.top, top - spliced.top + height) for top, height in tops)
-    return SplicedViews(*spliced, parts)
+    parts = []
+    for cut in cuts:
+        top = 0 if cut is None else cut.top
+        height = info.height if cut is None else cut.height
+        first = top - spliced.top
+        parts.append((first, first + height))
+    return SplicedViews(*spliced, tuple(parts))
 
 
 class RowsWanted(NamedTuple):
@@ -213,7 +228,8 @@ def splice_batch(
         return results
     sizes = [len(rows.encoded) + 2 for _, rows, _ in cuts]
     starts = np.cumsum([0, *sizes])
-    room = scratch.take("spliced batch", 1, int(starts[-1]), 1).ravel()
+    num_bytes_of_all = int(starts[-1])
+    room = scratch.take("spliced batch", 1, num_bytes_of_all, 1).ravel()
     arrays = [np.frombuffer(rows.encoded, np.uint8) for _, rows, _ in cuts]
     table = np.array(
         [
@@ -243,5 +259,6 @@ def splice_batch(
         strict=False,
     ):
         if num_bytes:
-            results[index] = SplicedRows(room[start : start + num_bytes].data, cut.top, cut.height)
+            spliced = room[start : start + num_bytes]
+            results[index] = SplicedRows(spliced.data, cut.top, cut.height)
     return results

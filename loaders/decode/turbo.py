@@ -185,7 +185,13 @@ class TurboDecoder:
         grid = resize_grid(image_map, interpolation)
         rows = _rows(image_map, grid, interpolation)
         image = (
-            native.picture(encoded, info, factor, rows=rows, scratch=self._scratch)
+            native.picture(
+                encoded,
+                info,
+                factor,
+                rows=rows,
+                scratch=self._scratch,
+            )
             if native is not None
             else None
         )
@@ -267,7 +273,13 @@ class TurboDecoder:
         )
         image = None
         if self._native is not None and self._native.takes(info, factor):
-            image = self._native.picture(encoded, info, factor, rows=rows, scratch=self._scratch)
+            image = self._native.picture(
+                encoded,
+                info,
+                factor,
+                rows=rows,
+                scratch=self._scratch,
+            )
         if image is None and info.format == "jpeg":
             image = decode_jpeg(encoded, info, factor, self._scratch)
         elif image is None:
@@ -359,7 +371,13 @@ class TurboDecoder:
                 first // factor,
                 -(-max(view.rows[1] for view in views) // factor),
             )
-            image = self._native.picture(encoded, info, factor, rows=rows, scratch=self._scratch)
+            image = self._native.picture(
+                encoded,
+                info,
+                factor,
+                rows=rows,
+                scratch=self._scratch,
+            )
         top = 0
         parts = ((0, info.height),) * len(views)
         if image is None and info.format == "jpeg":
@@ -525,7 +543,11 @@ class TurboDecoder:
         cv2.split(image, planes)
 
 
-def _rows(image_map: ImageMap, grid: ResizeGrid | None, interpolation: str) -> tuple[int, int]:
+def _rows(
+    image_map: ImageMap,
+    grid: ResizeGrid | None,
+    interpolation: str,
+) -> tuple[int, int]:
     """Return the rows [first, last) of the decoded picture that sampling reads."""
     if grid is not None:
         return grid.rows.source_lines
@@ -559,14 +581,21 @@ def _shrink(image: Picture, image_map: ImageMap) -> tuple[Picture, ImageMap]:
     a, b, tx, c, d, ty = image_map.coefficients
     tx = tx + a * left + b * top
     ty = ty + c * left + d * top
-    v = image_map.visible
+    first_x, first_y, last_x, last_y = image_map.visible
     visible = (
-        (v[0] - left) / factor,
-        (v[1] - top) / factor,
-        (v[2] - left) / factor,
-        (v[3] - top) / factor,
+        (first_x - left) / factor,
+        (first_y - top) / factor,
+        (last_x - left) / factor,
+        (last_y - top) / factor,
     )
-    coefficients = (a * factor, b * factor, tx, c * factor, d * factor, ty)
+    coefficients = (
+        a * factor,
+        b * factor,
+        tx,
+        c * factor,
+        d * factor,
+        ty,
+    )
     return small, ImageMap(
         coefficients,
         (small.shape[1], small.shape[0]),

@@ -129,11 +129,18 @@ class EpisodeSampler(Sampler):
             frames = self._frames(np.arange(num_frames))
             clips = np.repeat(np.flatnonzero(is_used), lengths[is_used])
             data = {"clip_id": clips, "frame": frames - starts[clips]}
-            data |= {name: np.asarray(column)[frames] for name, column in (columns or {}).items()}
+            for name, column in (columns or {}).items():
+                data[name] = np.asarray(column)[frames]
         if global_batch is None:
             global_batch = 1
             world = World()
-        super().__init__(data, order, global_batch=global_batch, world=world, drop_last=False)
+        super().__init__(
+            data,
+            order,
+            global_batch=global_batch,
+            world=world,
+            drop_last=False,
+        )
 
     @classmethod
     def from_dataset(
@@ -148,9 +155,16 @@ class EpisodeSampler(Sampler):
         table = dataset.hf_dataset
         names = [name for name, kind in table.features.items() if isinstance(kind, Value)]
         columns = table.select_columns(names).with_format("numpy")[:]
-        starts = np.flatnonzero(np.diff(columns["episode_index"], prepend=-1))
+        steps = np.diff(columns["episode_index"], prepend=-1)
+        starts = np.flatnonzero(steps)
         ends = np.append(starts[1:], len(table))
-        return cls(starts, ends, order=order or OrderSpec(), columns=columns, **options)
+        return cls(
+            starts,
+            ends,
+            order=order or OrderSpec(),
+            columns=columns,
+            **options,
+        )
 
     @property
     def indices(self) -> list[int]:
@@ -159,7 +173,8 @@ class EpisodeSampler(Sampler):
 
     def _frames(self, rows: I64) -> I64:
         """Return the frames of rows of the order."""
-        frames: I64 = rows + self._shifts[np.searchsorted(self._cum_lengths, rows, side="right")]
+        episodes = np.searchsorted(self._cum_lengths, rows, side="right")
+        frames: I64 = rows + self._shifts[episodes]
         return frames
 
     def _items(self, rows: ArrayLike) -> list[int]:
@@ -192,7 +207,8 @@ class EpisodeSampler(Sampler):
             self._go_to(Cursor(epoch))
 
     def _go_to(self, place: Cursor) -> None:
-        super().load_state_dict(state_at(self._identity, place, self._batching.global_batch))
+        state = state_at(self._identity, place, self._batching.global_batch)
+        super().load_state_dict(state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state, or from what LeRobot's ``compute_sampler_state`` returns.
@@ -217,7 +233,12 @@ class EpisodeLoader:
     Raises ConfigError for a dataset that is streamed, and for a checkpoint without a position.
     """
 
-    def __init__(self, loader: Any, config: Any, order: OrderSpec | None = None) -> None:
+    def __init__(
+        self,
+        loader: Any,
+        config: Any,
+        order: OrderSpec | None = None,
+    ) -> None:
         from torch.utils.data import DataLoader as TorchLoader
 
         if config.dataset.streaming:
@@ -227,7 +248,10 @@ class EpisodeLoader:
             )
         policy = getattr(config, "trainable_config", config.policy)
         shard = loader.batch_sampler  # Accelerate's, on several processes
-        world = World(getattr(shard, "process_index", 0), getattr(shard, "num_processes", 1))
+        world = World(
+            rank=getattr(shard, "process_index", 0),
+            size=getattr(shard, "num_processes", 1),
+        )
         sampler = EpisodeSampler.from_dataset(
             loader.dataset,
             order or OrderSpec(seed=config.seed or 0),
@@ -258,7 +282,8 @@ class EpisodeLoader:
 
     def save(self, checkpoint: Path) -> None:
         """Write the position after the batch received last; it is the same on every rank."""
-        Path(checkpoint, _POSITION).write_text(json.dumps(self._loader.state_dict()))
+        state = self._loader.state_dict()
+        Path(checkpoint, _POSITION).write_text(json.dumps(state))
 
 
 def keep_order(script: Any, order: OrderSpec | None = None) -> None:

@@ -43,7 +43,8 @@ def exact_checkpoints() -> Any:
         def on_train_start(self, trainer: Any, *_: Any) -> None:
             loop = trainer.fit_loop
             epochs = loop.epoch_progress
-            if loop.restarted_mid_epoch and epochs.current.ready == epochs.current.processed:
+            is_at_end = epochs.current.ready == epochs.current.processed
+            if loop.restarted_mid_epoch and is_at_end:
                 epochs.increment_ready()
                 epochs.increment_started()
             states = loop._combined_loader_states_to_load  # noqa: SLF001 - Lightning did not

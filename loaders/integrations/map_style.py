@@ -52,15 +52,14 @@ class MapView(TorchDataset[Any]):
         if select is None:
             names = selectable.default([])
         index_names = {name.partition(".")[0] for name in dataset.index.names}
-        channels, attributes = selectable.split([name for name in names if name not in index_names])
-        self._channels = None
-        if select is not None:
-            self._channels = (
-                *(name for name in names if name in index_names),
-                *channels,
-            )
-        table = dataset.table if attributes else None
-        self._attributes = {} if table is None else {name: table[name] for name in attributes}
+        members = [name for name in names if name in index_names]
+        choices = [name for name in names if name not in index_names]
+        channels, attributes = selectable.split(choices)
+        self._channels = None if select is None else (*members, *channels)
+        self._attributes: dict[str, Any] = {}
+        if attributes:
+            table = dataset.table
+            self._attributes = {name: table[name] for name in attributes}
         self._dataset = dataset
         self._transform = transform
         self._cameras = {camera.channel for camera in dataset.manifest.cameras}
@@ -70,16 +69,15 @@ class MapView(TorchDataset[Any]):
 
     def __getitem__(self, number_or_key: SupportsIndex | str) -> Any:
         number = self._dataset.position(number_or_key)
-        facts = {name: column[number].as_py() for name, column in self._attributes.items()}
-        item = {
-            "key": self._dataset.index.row(number).key,
-            **facts,
-            **self._dataset.read(number, self._channels),
-        }
+        item: dict[str, Any] = {"key": self._dataset.index.row(number).key}
+        for name, column in self._attributes.items():
+            item[name] = column[number].as_py()
+        item |= self._dataset.read(number, self._channels)
         for channel, value in item.items():
             if channel in self._cameras:
                 info = probe(value)
-                image = np.empty((3, info.height, info.width), np.uint8)
+                shape = (3, info.height, info.width)
+                image = np.empty(shape, np.uint8)
                 item[channel] = decode_jpeg(value, out=image)
             elif isinstance(value, np.ndarray) and not value.flags.writeable:
                 item[channel] = value.copy()

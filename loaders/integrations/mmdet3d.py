@@ -78,16 +78,18 @@ def img_inputs(batch: Mapping[str, Any]) -> ImgInputs:
     rotations[..., 2, 2] = 1.0
     translations = torch.zeros_like(ida[..., :3, 2])
     translations[..., :2] = ida[..., :2, 2]
-    poses = (
-        batch["ego2global"] @ bda.double()
-        if "ego2global" in batch
-        else torch.eye(4).to(bda).expand_as(bda)
-    )
+    cam2keyego = batch["cam2keyego"]
+    poses = torch.eye(4).to(bda).expand_as(bda)
+    if "ego2global" in batch:
+        poses = batch["ego2global"] @ bda.double()
+    poses_of_cameras = poses.float()[:, None].expand_as(cam2keyego)
+    undo_bda = torch.linalg.inv(bda)
+    undo_ida = torch.linalg.inv(ida[..., :3, :3])
     return ImgInputs(
         imgs=batch["img"],
-        sensor2ego=torch.linalg.inv(bda)[:, None] @ batch["cam2keyego"],
-        ego2global=poses.float()[:, None].expand_as(batch["cam2keyego"]).contiguous(),
-        intrinsics=torch.linalg.inv(ida[..., :3, :3]) @ batch["intrinsics"],
+        sensor2ego=undo_bda[:, None] @ cam2keyego,
+        ego2global=poses_of_cameras.contiguous(),
+        intrinsics=undo_ida @ batch["intrinsics"],
         post_rotations=rotations,
         post_translations=translations,
         bda=bda[:, :3, :3].contiguous(),
@@ -125,29 +127,36 @@ def mmdet3d_samples(
         if box_frame == "ego":
             for number, lidar2ego in enumerate(batch["lidar2ego"]):
                 points = inputs["points"][number]
-                xyz = points[:, :3] @ lidar2ego[:3, :3].T + lidar2ego[:3, 3]
+                rotation = lidar2ego[:3, :3]
+                xyz = points[:, :3] @ rotation.T + lidar2ego[:3, 3]
                 inputs["points"][number] = torch.cat([xyz, points[:, 3:]], 1)
     samples = []
     for row in range(len(batch["sample_key"])):
         boxes = batch["gt_boxes_3d"][row]
         labels = batch["gt_labels_3d"][row]
-        velocity = torch.nan_to_num(batch["gt_velocity"][row][:, :2], nan=0.0)
+        velocity = batch["gt_velocity"][row][:, :2]
+        velocity = torch.nan_to_num(velocity, nan=0.0)
         keep = (labels >= 0) & batch["gt_valid"][row]
         if point_range is not None:
             x0, y0, _, x1, y1, _ = point_range
-            keep &= (boxes[:, 0] > x0) & (boxes[:, 0] < x1)
-            keep &= (boxes[:, 1] > y0) & (boxes[:, 1] < y1)
+            x = boxes[:, 0]
+            y = boxes[:, 1]
+            keep &= (x > x0) & (x < x1)
+            keep &= (y > y0) & (y < y1)
         bboxes = torch.cat([boxes, velocity], 1)[keep]
         bboxes[:, 2] -= bboxes[:, 5] / 2
         turns = torch.remainder(bboxes[:, 6] + torch.pi, 2 * torch.pi)
         bboxes[:, 6] = turns - torch.pi
         height, width = batch["img"].shape[-2:]
-        cam2img = torch.eye(4).repeat(batch["intrinsics"].shape[1], 1, 1)
-        cam2img[:, :3, :3] = batch["intrinsics"][row].cpu()
+        intrinsics = batch["intrinsics"][row].cpu()
+        cam2img = torch.eye(4).repeat(len(intrinsics), 1, 1)
+        cam2img[:, :3, :3] = intrinsics
         lidar2img = batch[f"{box_frame}2img"][row].cpu()
         moved = batch["ida_mat"][row].cpu().clone()
         moved[:, :2, 3] = moved[:, :2, 2]  # there it acts on (u, v, 0, 1)
         moved[:, :2, 2] = 0.0
+        lidar2cam = torch.linalg.inv(cam2img) @ lidar2img
+        bda = batch["bda_mat"][row].cpu()
         samples.append(
             {
                 "gt_bboxes_3d": bboxes,
@@ -158,9 +167,9 @@ def mmdet3d_samples(
                     "num_views": len(cam2img),
                     "cam2img": cam2img.numpy(),
                     "lidar2img": lidar2img.numpy(),
-                    "lidar2cam": (torch.linalg.inv(cam2img) @ lidar2img).numpy(),
+                    "lidar2cam": lidar2cam.numpy(),
                     "img_aug_matrix": moved.numpy(),
-                    "lidar_aug_matrix": batch["bda_mat"][row].cpu().numpy(),
+                    "lidar_aug_matrix": bda.numpy(),
                 },
             }
         )

@@ -107,8 +107,10 @@ def record_clip(
     cameras = [camera.channel for camera in opened.manifest.cameras]
     for row in rows.tolist():
         sample = reader.sample(row)
-        origin = invert_rigid(sample.geometry.ego2global) if origin is None else origin
-        ego2world = origin @ sample.geometry.ego2global
+        ego2global = sample.geometry.ego2global
+        if origin is None:
+            origin = invert_rigid(ego2global)
+        ego2world = origin @ ego2global
         path.append(ego2world[:3, 3])
         recording.set_time("time", timestamp=np.datetime64(sample.meta.timestamp_ns, "ns"))
         recording.set_time("frame", sequence=sample.meta.frame_idx)
@@ -173,11 +175,16 @@ def _log_sample(
     points = np.zeros((0, 3))
     if sample.points:
         lidar2ego = geometry.lidar2ego[0]
-        sweep = next(iter(sample.points.values()))[:, :3].astype(np.float64)
-        points = move_points(sweep, lidar2ego)
-    share = np.clip((points[:, 2:3] + 0.5) / 3.5, 0.0, 1.0)
-    colours = (_BLUE + share * (_YELLOW - _BLUE)).astype(np.uint8)
-    recording.log("world/ego/lidar", rr.Points3D(points, colors=colours, radii=0.03))
+        sweep = next(iter(sample.points.values()))
+        xyz = sweep[:, :3].astype(np.float64)
+        points = move_points(xyz, lidar2ego)
+    heights = points[:, 2:3]
+    share = np.clip((heights + 0.5) / 3.5, 0.0, 1.0)
+    colours = _BLUE + share * (_YELLOW - _BLUE)
+    recording.log(
+        "world/ego/lidar",
+        rr.Points3D(points, colors=colours.astype(np.uint8), radii=0.03),
+    )
     return (
         len(sample.images),
         0 if boxes is None else len(boxes.boxes3d),

@@ -360,7 +360,12 @@ class BatchSampler:
         """Return whether no step is left of the epoch of a pass."""
         return self._walk().start.epoch > walk.start.epoch
 
-    def receive(self, counting: CountedLoader, walk: Walk, num_steps: int) -> None:
+    def receive(
+        self,
+        counting: CountedLoader,
+        walk: Walk,
+        num_steps: int,
+    ) -> None:
         """Note that the trainer has received ``num_steps`` batches of a pass; raise OrderError
         for an older pass.
         """
@@ -374,7 +379,10 @@ class BatchSampler:
                 f"a counted iteration {reason}; make a sampler and a loader for each iteration"
             )
         if self._ledger.is_kept:
-            self._ledger.hand_out(walk.after(num_steps - 1), walk.after(num_steps), None)
+            self._ledger.hand_out(
+                walk.after(num_steps - 1),
+                following=walk.after(num_steps).rolled(self._batching),
+            )
         self._origin = walk.start
         self._num_received = num_steps
 

@@ -193,7 +193,12 @@ class PackedDocuments(TorchDataset[tuple[int, torch.Tensor]]):
         return entry.pack, tokens
 
 
-def join_packs(documents: list[tuple[int, torch.Tensor]], *, num_packs: int, seq_len: int) -> Batch:
+def join_packs(
+    documents: list[tuple[int, torch.Tensor]],
+    *,
+    num_packs: int,
+    seq_len: int,
+) -> Batch:
     """Join documents pack by pack to rows of ``seq_len`` tokens.
 
     Returns ``input`` and ``positions``, int64 [num_packs, seq_len], and labels of the same shape:

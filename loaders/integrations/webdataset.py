@@ -48,7 +48,12 @@ with needs("the hook for webdataset", "fuelrail[opencv,webdataset]"):
 _IMAGE_STARTS: Final = {".jpg": b"\xff\xd8\xff", ".png": b"\x89PNG\r\n\x1a\n"}
 
 
-def decode_member(name: str, stored: Buffer, *, dictionary: Dictionary | None = None) -> Any:
+def decode_member(
+    name: str,
+    stored: Buffer,
+    *,
+    dictionary: Dictionary | None = None,
+) -> Any:
     """Decode one member; a handler for ``WebDataset.decode``.
 
     ``name`` is the field as webdataset names it, with a dot in front: ``.lidar_top.npy.p20.zst``.
@@ -67,18 +72,16 @@ def decode_member(name: str, stored: Buffer, *, dictionary: Dictionary | None = 
     ending = field[field.rfind(".") :]
     if ending == ".safetensors":
         return read_tensors(raw)
-    if (
-        ending in _IMAGE_STARTS
-        and bytes(raw[:8])[: len(_IMAGE_STARTS[ending])] != _IMAGE_STARTS[ending]
-    ):
+    start = bytes(raw[:8])
+    if not start.startswith(_IMAGE_STARTS.get(ending, b"")):
         # webdataset opens it with Pillow, which chooses by the content: PostScript would start
         # Ghostscript.
         raise ImageError(
-            f"{field[1:]!r} is not a {ending[1:]} image: it starts with bytes "
-            f"{bytes(raw[:8]).hex(' ')}"
+            f"{field[1:]!r} is not a {ending[1:]} image: it starts with bytes {start.hex(' ')}"
         )
     if ending == ".png" and bytes(raw[24:25]) == b"\x10":  # bits of a value, in the header
-        png = np.frombuffer(unpack_png(raw, bits=(16,)), np.uint8)
+        unpacked = unpack_png(raw, bits=(16,))
+        png = np.frombuffer(unpacked, np.uint8)
         pixels = cv2.imdecode(png, cv2.IMREAD_UNCHANGED)
         if pixels is None:
             raise ImageError("a PNG of 16 bits cannot be decoded: its pixel data are broken")

@@ -76,9 +76,10 @@ def watch_transformers(**options: Any) -> Any:
         def on_train_begin(self, args: Any, state: Any, *_: Any, **parts: Any) -> None:
             self.witness = Witness((), **options)
             folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
-            states = [file.read_bytes() for file in sorted(folder.glob("witness.rank*.json"))]
+            files = sorted(folder.glob("witness.rank*.json"))
+            states = [msgspec.json.decode(file.read_bytes()) for file in files]
             if states:
-                self.witness.load_state_dict(list(map(msgspec.json.decode, states)))
+                self.witness.load_state_dict(states)
             model = parts["model"]
             self.hook = model.register_forward_pre_hook(self.note, with_kwargs=True)
 
@@ -96,7 +97,8 @@ def watch_transformers(**options: Any) -> Any:
             folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
             folder.mkdir(parents=True, exist_ok=True)
             file = folder / f"witness.rank{args.process_index:05d}.json"
-            file.write_bytes(msgspec.json.encode(self.witness.state_dict()))
+            own_state = self.witness.state_dict()
+            file.write_bytes(msgspec.json.encode(own_state))
 
         def on_train_end(self, *_: Any, **__: Any) -> None:
             self.hook.remove()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, NamedTuple
 
 import msgspec
 
@@ -118,6 +118,16 @@ def ledger_options(value: object) -> LedgerOptions | None:
     )
 
 
+class _Step(NamedTuple):
+    """A step that was handed out."""
+
+    start: Cursor
+    following: Cursor
+    """The start of the step that comes next, maybe of a later epoch."""
+    xxh3: str | None
+    """The digest of its batch, where one is due."""
+
+
 class RunLedger:
     """The ledger of a loader's run; without ``options`` it does nothing.
 
@@ -142,7 +152,7 @@ class RunLedger:
         self._is_started = False
         self._restored: Cursor | None = None
         self._batching = batching
-        self._uncommitted: list[tuple[Cursor, Cursor, str | None]] | None = None
+        self._uncommitted: list[_Step] | None = None
         """Steps that were handed out since the last commit; None: steps are final at once."""
         if options is None:
             return
@@ -162,7 +172,8 @@ class RunLedger:
         self._open()
         self._reached: Cursor | None = None
         """The place of the newest record, where it is of a state."""
-        plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(identity))
+        encoded = msgspec.json.encode(identity)
+        plain: dict[str, Any] = msgspec.json.decode(encoded)
         self._setup = RunSetup(
             version=LEDGER_VERSION,
             identity=plain,
@@ -207,21 +218,24 @@ class RunLedger:
         if not self.is_kept:
             return
         values = {name: getattr(arguments, name) for name in (*RECORDED, *_FUNCTIONS)}
-        functions = {
-            name: f"{value.__module__}:{getattr(value, '__qualname__', type(value).__name__)}"
-            for name in _FUNCTIONS
-            if (value := values.pop(name)) is not None
-        }
-        places = {
-            name: value.url or str(Path(value.root).resolve()) for name, value in datasets.items()
-        }
+        functions = {}
+        for name in _FUNCTIONS:
+            function = values.pop(name)
+            if function is not None:
+                kind = type(function).__name__
+                qualified_name = getattr(function, "__qualname__", kind)
+                functions[name] = f"{function.__module__}:{qualified_name}"
+        places = {}
+        for name, dataset in datasets.items():
+            places[name] = dataset.url or str(Path(dataset.root).resolve())
         plain = {
             "datasets": places,
             "order": order,
             "functions": functions,
             **values,
         }
-        loader = msgspec.json.decode(msgspec.json.encode(plain, enc_hook=os.fspath))
+        encoded = msgspec.json.encode(plain, enc_hook=os.fspath)
+        loader = msgspec.json.decode(encoded)
         self._setup = msgspec.structs.replace(self._setup, loader=loader)
 
     def refuse_share(self) -> None:
@@ -268,7 +282,7 @@ class RunLedger:
         before.
         """
         for step in self._uncommitted or ():
-            self._write_step(*step)
+            self._write_step(step)
         self._uncommitted = []
 
     def _drop_uncommitted(self) -> None:
@@ -279,7 +293,7 @@ class RunLedger:
         its segment.
         """
         start = start.rolled(self._batching)
-        if self._uncommitted and self._uncommitted[-1][1].rolled(self._batching) == start:
+        if self._uncommitted and self._uncommitted[-1].following == start:
             return
         self._drop_uncommitted()
         if not self._is_started or start != self._following:
@@ -288,9 +302,16 @@ class RunLedger:
             self._since = start
         self._following = start
 
-    def hand_out(self, before: Cursor, after: Cursor, digest: Callable[[], int] | None) -> None:
-        """Note a step that is handed out; ``digest`` computes that of its batch, signed, where
-        one is due.
+    def hand_out(
+        self,
+        start: Cursor,
+        following: Cursor,
+        digest: Callable[[], int] | None = None,
+    ) -> None:
+        """Note a step that is handed out: its start, and the start of the step that comes next,
+        maybe of a later epoch.
+
+        ``digest`` computes that of its batch, signed, where one is due.
         """
         if not self.is_kept or self._number:
             return
@@ -298,16 +319,16 @@ class RunLedger:
         if (
             self._every is not None
             and digest is not None
-            and before.samples_consumed // self._batching.global_batch % self._every == 0
+            and start.samples_consumed // self._batching.global_batch % self._every == 0
         ):
             xxh3 = f"{digest() % 2**64:016x}"
         if self._uncommitted is None:
-            self._write_step(before, after, xxh3)
+            self._write_step(_Step(start, following, xxh3))
         else:
-            self._uncommitted.append((before, after, xxh3))
+            self._uncommitted.append(_Step(start, following, xxh3))
 
-    def _write_step(self, before: Cursor, after: Cursor, xxh3: str | None) -> None:
-        place = (before.epoch, before.samples_consumed)
+    def _write_step(self, step: _Step) -> None:
+        place = (step.start.epoch, step.start.samples_consumed)
         batching = self._batching
         if not self._is_open:
             self._open()
@@ -329,20 +350,19 @@ class RunLedger:
                 self._reached = None
             self._is_started = True
             self._restored = None
-        if xxh3 is not None:
+        if step.xxh3 is not None:
             with _WRITING:
                 self._file.append(
-                    BatchDigest(place, batching.world.rank, batching.world.size, xxh3),
+                    BatchDigest(place, batching.world.rank, batching.world.size, step.xxh3),
                     sync=False,
                 )
                 self._reached = None
-        following = after.rolled(batching)
         # A reader needs the length of each epoch behind, also of those without a step, which are
         # passed over.
-        for epoch in range(after.epoch + 1, following.epoch + 1):
+        for epoch in range(step.start.epoch + 1, step.following.epoch + 1):
             self._following = Cursor(epoch)
             self.reached("epoch")
-        self._following = following
+        self._following = step.following
 
     def reached(self, why: Literal["state", "epoch", "end"]) -> None:
         """Note that all batches up to here were handed out: a state is saved, an epoch ends, or
@@ -361,15 +381,14 @@ class RunLedger:
                 return
             before = self._reached
             # States after steps in a row are asked for, and not all saved: the newest one is kept.
-            is_dense = (
-                why == "state"
-                and before is not None
-                and before.epoch == cursor.epoch
-                and cursor.samples_consumed - before.samples_consumed <= self._batching.global_batch
-            )
+            is_dense = False
+            if why == "state" and before is not None and before.epoch == cursor.epoch:
+                num_since = cursor.samples_consumed - before.samples_consumed
+                is_dense = num_since <= self._batching.global_batch
+            lengths = self._batching.lengths
             length = None
-            if why == "epoch" and self._batching.lengths is not None:
-                length = self._batching.of_epoch(cursor.epoch - 1).epoch_length
+            if why == "epoch" and lengths is not None:
+                length = lengths(cursor.epoch - 1)
             # A mark is lost at worst with a crash of the machine; syncing it at every step would
             # cost more than the step.
             self._file.append(
@@ -430,7 +449,8 @@ def package_versions() -> dict[str, str]:
         version,
     )
 
-    versions = {"python": ".".join(map(str, sys.version_info[:3]))}
+    python = sys.version_info
+    versions = {"python": f"{python.major}.{python.minor}.{python.micro}"}
     for name in _PACKAGES:
         try:
             versions[name] = version(name)

@@ -70,10 +70,8 @@ class PositionIndex:
         self.epoch_length = order.epoch_length
         self.order = order
         self._windows = [part.window for part in parts]
-        lookups = windows_without(self._windows, order)
-        self._parts = tuple(
-            part._replace(window=lookup) for part, lookup in zip(parts, lookups, strict=True)
-        )
+        pairs = zip(parts, windows_without(self._windows, order), strict=True)
+        self._parts = tuple(part._replace(window=lookup) for part, lookup in pairs)
         window = self._parts[0].window
         self.frames = 1 if window is None else window.num_rows
         # Epochs cost time to set up, and callers use one or two neighbouring ones.
@@ -96,9 +94,20 @@ class PositionIndex:
                 window_samples = part.window(samples[mask])
                 rows[mask] = window_samples.samples + part.first_row
                 present[mask] = window_samples.present
-        return Places(parts=parts, rows=rows, present=present, valid=valid, flags=flags)
+        return Places(
+            parts=parts,
+            rows=rows,
+            present=present,
+            valid=valid,
+            flags=flags,
+        )
 
-    def find(self, epoch: int, part: int, samples: Rows) -> tuple[Rows, Rows, Mask]:
+    def find(
+        self,
+        epoch: int,
+        part: int,
+        samples: Rows,
+    ) -> tuple[Rows, Rows, Mask]:
         """Return where ``samples`` (n,) of a part's split are shown in an epoch, as frames of
         windows too.
 
@@ -106,16 +115,23 @@ class PositionIndex:
         position's own sample; each (k,).
         """
         lookup = self._parts[part].window
-        indices, centres = (
-            (np.arange(len(samples)), samples) if lookup is None else lookup.find(samples)
-        )
+        if lookup is None:
+            indices = np.arange(len(samples))
+            centres = samples
+        else:
+            indices, centres = lookup.find(samples)
         matches, positions = self._epoch(epoch).find(centres, part)
-        is_own = centres[matches] == samples[indices[matches]]
         indices = indices[matches]
+        is_own = centres[matches] == samples[indices]
         by_sample = np.lexsort((positions, indices))
         return indices[by_sample], positions[by_sample], is_own[by_sample]
 
-    def check_unseen(self, identity: dict[str, Any], place: Cursor, full_batch: int) -> None:
+    def check_unseen(
+        self,
+        identity: dict[str, Any],
+        place: Cursor,
+        full_batch: int,
+    ) -> None:
         """Raise StateMismatchError where a run of this order's identity has shown what this one
         leaves out.
         """
@@ -137,14 +153,14 @@ class PositionIndex:
             positions, is_first = rank_positions(self.order, self._epoch(epoch), batches, step)
             parts, rows, present, valid, flags = self.places(epoch, positions)
             if "pack" in flags:
-                positions = positions[flags["pack"]]
-                is_first = is_first[flags["pack"]]
+                pack = flags["pack"]
+                positions = positions[pack]
+                is_first = is_first[pack]
             valid &= is_first
             step += batches.start // batches.global_batch
             columns = (positions, rows, valid, parts, present)
-            for batch_row, (position, row, is_valid, part, exists) in enumerate(
-                zip(*[column.tolist() for column in columns], strict=True)
-            ):
+            entries = zip(*[column.tolist() for column in columns], strict=True)
+            for batch_row, (position, row, is_valid, part, exists) in enumerate(entries):
                 yield Scheduled(
                     epoch=epoch,
                     step=step,
@@ -163,8 +179,9 @@ class PositionIndex:
         """
         places = self.places(epoch, positions)
         bases = np.array([part.base for part in self._parts])
-        numbers: Rows = (places.rows + bases[places.parts][:, None]).reshape(-1)
-        return numbers
+        bases_of_samples = bases[places.parts]
+        numbers: Rows = places.rows + bases_of_samples[:, None]
+        return numbers.reshape(-1)
 
     def next_position(self, epoch: int, position: int) -> int:
         """Return the position whose sample replaces a bad one: the next one, in lanes the lane's

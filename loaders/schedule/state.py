@@ -60,7 +60,8 @@ def sample_settings(seed: int, **settings: object) -> dict[str, Any]:
     for name, value in settings.items():
         if value is not None and value is not False:
             plain[name] = _plain(value)
-    digest = hashlib.sha256(msgspec.json.encode(plain, order="sorted")).hexdigest()
+    encoded = msgspec.json.encode(plain, order="sorted")
+    digest = hashlib.sha256(encoded).hexdigest()
     return {"digest": digest[:_DIGEST_CHARS], **plain}
 
 
@@ -73,9 +74,9 @@ def _plain(value: object) -> object:
     if not isinstance(value, msgspec.Struct):
         return value
     # Conversion makes an integer in a float field a float, so that equal settings are equal texts.
-    return msgspec.json.decode(
-        msgspec.json.encode(msgspec.convert(msgspec.to_builtins(value), type(value)))
-    )
+    fields = msgspec.to_builtins(value)
+    settings = msgspec.convert(fields, type(value))
+    return msgspec.json.decode(msgspec.json.encode(settings))
 
 
 class LoaderState(Settings, frozen=True):
@@ -106,10 +107,15 @@ def encode_state(state: LoaderState) -> dict[str, Any]:
     that only the saved state has would go unnoticed.
     """
     encoded: dict[str, Any] = msgspec.to_builtins(state)
-    return {**encoded, "identity": msgspec.json.encode(state.identity).decode()}
+    identity = msgspec.json.encode(state.identity)
+    return {**encoded, "identity": identity.decode()}
 
 
-def state_at(identity: Identity, place: Cursor, global_batch: int) -> dict[str, Any]:
+def state_at(
+    identity: Identity,
+    place: Cursor,
+    global_batch: int,
+) -> dict[str, Any]:
     """Return the encoded state of a run at a place."""
     state = LoaderState(
         version=STATE_VERSION,
@@ -121,7 +127,12 @@ def state_at(identity: Identity, place: Cursor, global_batch: int) -> dict[str, 
     return encode_state(state)
 
 
-def decode_state(encoded: object, expected: Identity, *, strict: bool = True) -> LoaderState:
+def decode_state(
+    encoded: object,
+    expected: Identity,
+    *,
+    strict: bool = True,
+) -> LoaderState:
     """Check a state dict against this loader's identity.
 
     Raises StateMismatchError showing both sides where version, dataset, split, order, frames or
@@ -162,12 +173,12 @@ def decode_state(encoded: object, expected: Identity, *, strict: bool = True) ->
         )
     theirs = _so_far(state.identity, state)
     ours = _so_far(expected, state)
-    differing = [
-        f"{name}: state has {stated!r}, loader has {current!r}"
-        for name in Identity.__struct_fields__
-        if name != "settings"
-        and (stated := getattr(theirs, name)) != (current := getattr(ours, name))
-    ]
+    differing = []
+    for name in Identity.__struct_fields__:
+        stated = getattr(theirs, name)
+        current = getattr(ours, name)
+        if name != "settings" and stated != current:
+            differing.append(f"{name}: state has {stated!r}, loader has {current!r}")
     if differing:
         raise StateMismatchError(
             f"loader state belongs to another training sequence; {'; '.join(differing)}; "
@@ -200,27 +211,22 @@ def _so_far(identity: Identity, state: LoaderState) -> Identity:
     order = identity.order
     state_layers = state.identity.layers or {}
     left_out = state.identity.order.get("without", [])
-    if isinstance(left_out, list) and isinstance(ours := order.get("without"), list):
-        first_entries = ours[: len(left_out)]
-        order = {name: item for name, item in order.items() if name != "without"} | (
-            {"without": first_entries} if first_entries else {}
-        )
+    own_left_out = order.get("without")
+    if isinstance(left_out, list) and isinstance(own_left_out, list):
+        first_entries = own_left_out[: len(left_out)]
+        order = {name: item for name, item in order.items() if name != "without"}
+        if first_entries:
+            order["without"] = first_entries
     if left_out:  # whose positions are not those of the stages
         return msgspec.structs.replace(identity, order=order)
     try:
         stages = order["stages"]
         position = state.epoch * order["epoch_length"] + state.samples_consumed
-        current = [stage["until"] is None or stage["until"] >= position for stage in stages].index(
-            True
-        )
+        is_to_come = [stage["until"] is None or stage["until"] >= position for stage in stages]
+        current = is_to_come.index(True)
         last = current + stages[current]["ramp"]
-        order = {
-            **order,
-            "stages": [
-                *stages[:last],
-                {**stages[last], "until": None, "ramp": False},
-            ],
-        }
+        last_stage = {**stages[last], "until": None, "ramp": False}
+        order = {**order, "stages": [*stages[:last], last_stage]}
     except (
         KeyError,
         TypeError,

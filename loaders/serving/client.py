@@ -60,7 +60,12 @@ class Transport(Protocol):
 class StepClient:
     """Batches of a loader that are made elsewhere, and what was done there."""
 
-    def __init__(self, transport: Transport, bad: BadSamples, observer: Observer | None) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        bad: BadSamples,
+        observer: Observer | None,
+    ) -> None:
         self.transport = transport
         self._bad = bad
         self._observer = observer

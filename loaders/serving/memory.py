@@ -67,7 +67,11 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, payload: io.BytesIO, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        payload: io.BytesIO,
+        tensors: Sequence[torch.Tensor],
+    ) -> None:
         super().__init__(payload)
         self._tensors = tensors
 
@@ -117,7 +121,8 @@ class SharedMemory:
 
         Raises ConfigError where the limit does not allow it.
         """
-        size = max(1, -(-num_bytes // ALIGNMENT)) * ALIGNMENT
+        num_units = max(1, -(-num_bytes // ALIGNMENT))
+        size = num_units * ALIGNMENT
         with self._lock:
             if self._total + size > self.limit_bytes:
                 raise ConfigError(
@@ -134,7 +139,8 @@ class SharedMemory:
             self.files[self._count] = file, size
             address = block.ctypes.data
             bisect.insort(self._starts, (address, address + size, self._count))
-        weakref.finalize(block, self._forget, address, self._count).atexit = False
+        finalizer = weakref.finalize(block, self._forget, address, self._count)
+        finalizer.atexit = False
         return block[:num_bytes]
 
     def _forget(self, address: int, number: int) -> None:
@@ -148,14 +154,19 @@ class SharedMemory:
         """Return where a tensor is in a block; None for memory of other kinds."""
         address = tensor.data_ptr()
         with self._lock:
-            number_of_block = bisect.bisect_right(self._starts, (address, 2**64, 0)) - 1
-            start, end, number = (
-                self._starts[number_of_block] if number_of_block >= 0 else (0, 0, 0)
-            )
+            num_before = bisect.bisect_right(self._starts, (address, 2**64, 0))
+            if not num_before:
+                return None
+            start, end, number = self._starts[num_before - 1]
         if not tensor.nbytes or not start <= address < end:
             return None
-        offset = (address - start) // tensor.itemsize
-        return number, Piece(tensor.dtype, tuple(tensor.shape), tensor.stride(), offset)
+        piece = Piece(
+            dtype=tensor.dtype,
+            shape=tuple(tensor.shape),
+            strides=tensor.stride(),
+            offset=(address - start) // tensor.itemsize,
+        )
+        return number, piece
 
     def export(self, batch: Any) -> tuple[Exported, dict[int, torch.Tensor]]:
         """Return a batch for other processes, and what keeps each of its blocks from being used
@@ -164,21 +175,26 @@ class SharedMemory:
         Raises ConfigError for a batch that cannot be pickled.
         """
         payload, tensors = dump(batch)
-        places = [self.find(tensor) for tensor in tensors]
-        small = [tensor for tensor, place in zip(tensors, places, strict=True) if place is None]
-        held = {
-            place[0]: tensor
-            for tensor, place in zip(tensors, places, strict=True)
-            if place is not None
-        }
+        places: dict[int, tuple[int, Piece]] = {}
+        small: dict[int, torch.Tensor] = {}
+        held: dict[int, torch.Tensor] = {}
+        for index, tensor in enumerate(tensors):
+            place = self.find(tensor)
+            if place is None:
+                small[index] = tensor
+                continue
+            number, _ = place
+            held[number] = tensor
+            places[index] = place
         if small:
-            packed = pack(small, self._buffers.take)
+            packed = pack(list(small.values()), self._buffers.take)
             place = self.find(packed.block)
             assert place is not None, "a block of a pool"
-            held[place[0]] = packed.block
-            pieces = iter(packed.pieces)
-            places = [(place[0], next(pieces)) if entry is None else entry for entry in places]
-        return Exported(payload, [entry for entry in places if entry is not None]), held
+            number, _ = place
+            held[number] = packed.block
+            for index, piece in zip(small, packed.pieces, strict=True):
+                places[index] = number, piece
+        return Exported(payload, [places[index] for index in range(len(tensors))]), held
 
 
 class MappedMemory:
@@ -208,37 +224,39 @@ class MappedMemory:
 
     def open(self, exported: Exported) -> Any:
         """Return a batch whose tensors are views of the blocks."""
-        # An array on a memoryview for each batch: all views of it refer to it, so its end is the
-        # last view's.
-        lent = {
-            number: np.frombuffer(self._bases[number].data, np.uint8)
-            for number in exported.blocks()
-        }
-        for number, array in lent.items():
+        blocks = {}
+        for number in exported.blocks():
+            # An array on a memoryview for each batch: all views of it refer to it, so its end is
+            # the last view's.
+            array = np.frombuffer(self._bases[number].data, np.uint8)
             ref = weakref.ref(array, self._returned.append)
             self._lent[id(ref)] = ref, number
-        blocks = {number: torch.from_numpy(array) for number, array in lent.items()}
-        views = [
-            blocks[number].view(dtype).as_strided(shape, strides, offset)
-            for number, (dtype, shape, strides, offset) in exported.tensors
-        ]
+            blocks[number] = torch.from_numpy(array)
+        views = []
+        for number, piece in exported.tensors:
+            elements = blocks[number].view(piece.dtype)
+            views.append(elements.as_strided(piece.shape, piece.strides, piece.offset))
         return load_with(exported.payload, views)
 
     def returned(self) -> list[int]:
         """Return the numbers of the blocks whose views have all gone since the last call."""
         numbers: list[int] = []
         while self._returned:
-            numbers.append(self._lent.pop(id(self._returned.popleft()))[1])
+            ref = self._returned.popleft()
+            _, number = self._lent.pop(id(ref))
+            numbers.append(number)
         return numbers
 
 
 def lock_pages(base: U8) -> None:
     """Page-lock memory for CUDA until the array is collected."""
     cuda: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    code = cuda.cudaHostRegister(base.ctypes.data, base.nbytes, 0)
+    address = base.ctypes.data
+    code = cuda.cudaHostRegister(address, base.nbytes, 0)
     if code:
         raise ConfigError(
             f"CUDA cannot page-lock {base.nbytes} bytes of shared memory (error "
             f"{int(code)}): raise the limit of locked memory (ulimit -l), or pass pin_memory=False"
         )
-    weakref.finalize(base, cuda.cudaHostUnregister, base.ctypes.data).atexit = False
+    finalizer = weakref.finalize(base, cuda.cudaHostUnregister, address)
+    finalizer.atexit = False

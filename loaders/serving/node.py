@@ -163,7 +163,12 @@ def _start_time(process: int) -> str | None:
 class _Rank:
     """A local rank's connection, as a client of the server of its data-parallel rank."""
 
-    def __init__(self, connection: Connection, process: int, server: RankServer) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        process: int,
+        server: RankServer,
+    ) -> None:
         self._connection = connection
         self._process = process
         self._started = _start_time(process)

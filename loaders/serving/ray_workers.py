@@ -90,11 +90,16 @@ class StepMaker:
             payload, tensors = dump(self._server.make(step))
         except BaseException as error:  # noqa: BLE001 - any error, sys.exit() too
             return StepResult(step.iteration, step.number, error=pickled_error(error)), 0.0
-        dumped = Dumped(
-            payload,
-            [(content_of(tensor), tensor.dtype, tuple(tensor.shape)) for tensor in tensors],
+        contents = []
+        for tensor in tensors:
+            shape = tuple(tensor.shape)
+            contents.append((content_of(tensor), tensor.dtype, shape))
+        result = StepResult(
+            step.iteration,
+            step.number,
+            Dumped(payload, contents),
+            self._server.facts(),
         )
-        result = StepResult(step.iteration, step.number, dumped, self._server.facts())
         return result, time.monotonic() - begin_s
 
 
@@ -137,7 +142,13 @@ class _Window:
 class RayTransport:
     """Makes steps by Ray's actors; see `fuelrail.loaders.serving.client.Transport`."""
 
-    def __init__(self, options: RemoteWorkers, setup: bytes, *, pinned: bool) -> None:
+    def __init__(
+        self,
+        options: RemoteWorkers,
+        setup: bytes,
+        *,
+        pinned: bool,
+    ) -> None:
         with needs("where=RemoteWorkers(...)", "fuelrail[ray]"):
             import ray
         self._ray: Any = ray
@@ -178,14 +189,18 @@ class RayTransport:
                 self.num_wanted += 1
             elif self._window.num_ready >= _WINDOW and self.num_wanted > min_workers:
                 self.num_wanted -= 1
-                self.actors.remove(min(self.actors, key=lambda actor: actor.num_asked))
+                idlest = min(self.actors, key=lambda actor: actor.num_asked)
+                self.actors.remove(idlest)
             self._window = _Window()
         if steps:
-            done, _ = self._ray.wait(list(steps[-1].actors_asked), timeout=0)
+            references = list(steps[-1].actors_asked)
+            done, _ = self._ray.wait(references, timeout=0)
             self._window.num_ready += bool(done)
         while not is_stopped.is_set() and len(steps) < _AHEAD * self.num_wanted:
-            steps.append(_Step(step._replace(number=step.number + len(steps))))
-            self._ask_for_step(steps[-1])
+            number = step.number + len(steps)
+            following = _Step(step._replace(number=number))
+            steps.append(following)
+            self._ask_for_step(following)
         begin_s = time.monotonic()
         result = self._wait_for_step(steps[0], is_stopped) if steps else None
         if result is None:
@@ -221,9 +236,11 @@ class RayTransport:
         """
         if len(self.actors) < self.num_wanted:
             kind = self._ray.remote(StepMaker).options(
-                num_cpus=self._options.cpus, scheduling_strategy="SPREAD"
+                num_cpus=self._options.cpus,
+                scheduling_strategy="SPREAD",
             )
-            self.actors.append(_Actor(kind.remote(self._setup)))
+            handle = kind.remote(self._setup)
+            self.actors.append(_Actor(handle))
         if self._late:
             late = list(self._late)
             done, _ = self._ray.wait(late, num_returns=len(late), timeout=0)
@@ -237,7 +254,8 @@ class RayTransport:
             return not actor.has_made and actor.num_asked > 0, actor.num_asked
 
         chosen = min(idle, key=load)
-        step.actors_asked[chosen.handle.make.remote(step.step)] = chosen
+        reference = chosen.handle.make.remote(step.step)
+        step.actors_asked[reference] = chosen
         chosen.num_asked += 1
 
     def _wait_for_step(self, step: _Step, is_stopped: threading.Event) -> StepResult | None:
@@ -249,9 +267,10 @@ class RayTransport:
         waiting_s = time.monotonic()
         while not is_stopped.is_set():
             done, _ = ray.wait(list(step.actors_asked), timeout=_POLL_S)
-            late_s = (
-                max(_LATE_S, _LATE * statistics.median(self._times)) if self._times else _START_S
-            )
+            late_s = _START_S
+            if self._times:
+                usual_s = statistics.median(self._times)
+                late_s = max(_LATE_S, _LATE * usual_s)
             if not done and time.monotonic() - waiting_s > late_s * len(step.actors_asked):
                 self._ask_for_step(step)
             for reference in done:

@@ -207,8 +207,15 @@ class RankServer:
         def note(*event: Any) -> None:
             self._replaced.append(event)
 
-        self._loader = setup.make(*setup.arguments, trace=trace if setup.is_traced else None)
-        self._bad = self._loader.serve(memory or self._memory.new, note, finishes=setup.finishes)
+        self._loader = setup.make(
+            *setup.arguments,
+            trace=trace if setup.is_traced else None,
+        )
+        self._bad = self._loader.serve(
+            memory or self._memory.new,
+            note,
+            finishes=setup.finishes,
+        )
         self.changed = threading.Condition()
         self.clients: list[Client] = []
         self._memory_bytes = setup.memory_bytes

@@ -132,7 +132,12 @@ class ObstoreClient:
 
     kind = "obstore"
 
-    def __init__(self, bucket: str, prefix: str, config: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        bucket: str,
+        prefix: str,
+        config: Mapping[str, Any],
+    ) -> None:
         import obstore
         from obstore.store import S3Store
 

@@ -152,11 +152,11 @@ class LayeredStorage:
             result = part.find(index, row.key)
             if isinstance(result, FuelrailError):
                 raise result
-            layers.append(
-                None
-                if result is None
-                else part.stored(result[1], partial(part.storage.span, *result))
-            )
+            stored = None
+            if result is not None:
+                read = partial(part.storage.span, *result)
+                stored = part.stored(result[1], read)
+            layers.append(stored)
         return LayeredSpan(base, tuple(layers))
 
     def session(
@@ -168,7 +168,9 @@ class LayeredStorage:
 
     def stats(self) -> StorageStats:
         """Return the counters of the base and of all layers together."""
-        return add_stats([self._base.stats(), *(part.storage.stats() for part in self.parts)])
+        stats = [self._base.stats()]
+        stats += [part.storage.stats() for part in self.parts]
+        return add_stats(stats)
 
     def close(self) -> None:
         """Let go of files, connections and threads of the base and of all layers."""
@@ -190,20 +192,24 @@ class LayeredSession:
         """Find the layers' rows for a sample that will be requested; return the number of their
         bytes.
         """
-        results = self._results[index] = [item.part.find(index, row.key) for item in self._parts]
-        return sum([item[1].length for item in results if isinstance(item, tuple)])
+        results = [item.part.find(index, row.key) for item in self._parts]
+        self._results[index] = results
+        return sum([result[1].length for result in results if isinstance(result, tuple)])
 
     def request(self, rows: Sequence[tuple[int, IndexRow]]) -> list[PendingSample]:
         """Ask for the spans of the base and of the layers' rows for these samples."""
         base = self._base.request(rows)
-        results = [
-            self._results.pop(index, []) or [item.part.find(index, row.key) for item in self._parts]
-            for index, row in rows
-        ]
-        columns = zip(self._parts, zip(*results, strict=True), strict=True) if results else ()
-        layers = [
-            item.request(layer_results, self._num_requested) for item, layer_results in columns
-        ]
+        results_of_rows = []
+        for index, row in rows:
+            results = self._results.pop(index, [])
+            if not results:
+                results = [item.part.find(index, row.key) for item in self._parts]
+            results_of_rows.append(results)
+        layers = []
+        if rows:
+            results_of_parts = zip(*results_of_rows, strict=True)
+            for item, layer_results in zip(self._parts, results_of_parts, strict=True):
+                layers.append(item.request(layer_results, self._num_requested))
         self._num_requested += len(rows)
 
         def take(sample: PendingSpan, *rows: Callable[[], StoredRow | None]) -> LayeredSpan:
@@ -228,13 +234,13 @@ class _PartSession:
         uses_per_step: int,
     ) -> None:
         self.part = part
-        # A complete layer is asked whenever the base is.
-        self._numbers = None if future_uses is None or part.layer.is_complete else RequestNumbers()
-        uses = (
-            None
-            if future_uses is None
-            else future_uses.of_other_rows(part.layer.rows_at, self._numbers)
-        )
+        self._numbers: RequestNumbers | None = None
+        uses = None
+        if future_uses is not None:
+            # A complete layer is asked whenever the base is.
+            if not part.layer.is_complete:
+                self._numbers = RequestNumbers()
+            uses = future_uses.of_other_rows(part.layer.rows_at, self._numbers)
         self.session = part.storage.session(uses, uses_per_step)
 
     def request(
@@ -245,13 +251,13 @@ class _PartSession:
             for number, result in enumerate(results, first):
                 if isinstance(result, tuple):
                     self._numbers.note(number)
-        pending = iter(
-            self.session.request([result for result in results if isinstance(result, tuple)])
-        )
+        stored_rows = [result for result in results if isinstance(result, tuple)]
+        pending = iter(self.session.request(stored_rows))
         rows: list[Callable[[], StoredRow | None]] = []
         for result in results:
             if isinstance(result, tuple):
-                rows.append(partial(self.part.stored, result[1], next(pending)))
+                _, row = result
+                rows.append(partial(self.part.stored, row, next(pending)))
             elif result is None:
                 rows.append(lambda: None)
             else:

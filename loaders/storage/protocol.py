@@ -89,7 +89,8 @@ def add_stats(stats: Sequence[StorageStats]) -> StorageStats:
     if len(stats) == 1:
         return stats[0]
     backend = "+".join(dict.fromkeys(counts.backend for counts in stats))
-    return StorageStats(backend, *(sum(column) for column in list(zip(*stats, strict=True))[1:]))
+    _, *columns = zip(*stats, strict=True)
+    return StorageStats(backend, *map(sum, columns))
 
 
 class Session(Protocol):

@@ -87,21 +87,25 @@ class SampleReader:
         """How many of the rows that are read for a sample are its frames; None: all of them."""
         self.timed: tuple[Channel, ...] = ()
         """The channels that are read of the other rows, at times of their own."""
-        self._wanted = frozenset(
-            name
-            for name in dataset.index.names
-            if (points or lidar_channel(name) not in self.lidars or name in self._fields)
-            and (sweeps or not name.endswith(SWEEPS_FIELD))
-            and (extra or not name.startswith("x_"))
-            and (name not in rig.fields or name in self._fields)
-            and (
-                name in rig.fields or name.partition(".")[0] not in {*rig.cameras} - {*self.cameras}
-            )
-        )
-        needs_whole = self.storage.needs_whole_spans
-        self._left_out = (
-            frozenset() if needs_whole else frozenset(dataset.index.names) - self._wanted
-        )
+        other_cameras = {*rig.cameras} - {*self.cameras}
+        names_read = set()
+        for name in dataset.index.names:
+            is_selected = name in self._fields
+            is_read = name.partition(".")[0] not in other_cameras
+            if name in rig.fields:
+                is_read = is_selected
+            if lidar_channel(name) in self.lidars:
+                is_read &= points or is_selected
+            if name.endswith(SWEEPS_FIELD):
+                is_read &= sweeps
+            if name.startswith("x_"):
+                is_read &= extra
+            if is_read:
+                names_read.add(name)
+        self._wanted = frozenset(names_read)
+        self._left_out: frozenset[str] = frozenset()
+        if not self.storage.needs_whole_spans:
+            self._left_out = frozenset(dataset.index.names) - self._wanted
 
     def fetch(self, index: int) -> FetchedSpan:
         """Return a sample's stored bytes; raises OrderError outside the dataset, ShardError for
@@ -129,18 +133,21 @@ class SampleReader:
         Of those behind its frames they are of the members of ``timed`` alone, where a part of a
         span can be read.
         """
-        rows_by_index = {
-            index: self.row(index) for index in dict.fromkeys(indices[: self.num_frames])
-        }
+        num_frames = len(indices) if self.num_frames is None else self.num_frames
+        frames = dict.fromkeys(indices[:num_frames])
+        rows_by_index = {index: self.row(index) for index in frames}
         fields = {channel.field for channel in self.timed}
-        for index in indices[len(indices) if self.num_frames is None else self.num_frames :]:
-            if index not in rows_by_index:
-                row = self._dataset.index.row(index)
-                is_whole = self.storage.needs_whole_spans or is_framed(
-                    self._dataset.shards.name_of(row)
-                )
-                part = row if is_whole else row.only(fields)
-                rows_by_index[index] = part if is_whole or part is not row else row.only((META,))
+        for index in indices[num_frames:]:
+            if index in rows_by_index:
+                continue
+            row = self._dataset.index.row(index)
+            is_whole = self.storage.needs_whole_spans or is_framed(
+                self._dataset.shards.name_of(row)
+            )
+            if not is_whole:
+                part = row.only(fields)
+                row = row.only((META,)) if part is row else part
+            rows_by_index[index] = row
         return tuple([rows_by_index[index] for index in indices])
 
     def values(self, fetched: FetchedSpan) -> dict[str, Value | None]:
@@ -148,14 +155,15 @@ class SampleReader:
         MemberError.
         """
         fields = {channel.field for channel in self.timed}
-        if fields:
-            return decode_values(self._members(fetched, fields), self.timed, fetched.row.key)
-        return {}
+        if not fields:
+            return {}
+        members = self._members(fetched, fields)
+        return decode_values(members, self.timed, fetched.row.key)
 
     def _members(self, fetched: FetchedSpan, fields: Collection[str]) -> dict[str, memoryview]:
         """Return raw members by field name, those of layers too."""
         row = fetched.row
-        (span, layers) = fetched.span
+        span, layers = fetched.span
         members = read_members(
             row,
             span,
@@ -176,7 +184,8 @@ class SampleReader:
         classes that it is not.
         """
         row = fetched.row
-        sample = decode_sample(row.key, self._members(fetched, self._wanted), self._fields)
+        members = self._members(fetched, self._wanted)
+        sample = decode_sample(row.key, members, self._fields)
         if self.camera_rows != tuple(range(self._num_cameras)):
             sample = sample.of_cameras(self.camera_rows, self._num_cameras)
         check_arrays(sample, self._rig)

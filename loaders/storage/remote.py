@@ -96,7 +96,12 @@ class RemoteShards:
         self.client = make_client(self._url, self._options, kind=self._kind)
         self.cache = self._make_cache() if self._make_cache is not None else None
         self.loop: asyncio.AbstractEventLoop = fsspec.asyn.get_loop()
-        self.requester = Requester(self._retry, self._options, self._on_fault)
+        place = shown_url(self._url)
+
+        def log_fault(fault: Fault) -> None:
+            _LOG.info("'%s': %s; trying again", place, fault.text)
+
+        self.requester = Requester(self._retry, self._options, log_fault)
 
     def _ensure_process(self) -> None:
         """Start again in a forked process: event loops, connections and locks do not survive a
@@ -147,7 +152,12 @@ class RemoteShards:
         if self.cache is not None:
             self.cache.close()
 
-    def fetch(self, shard: int, start: int, end: int) -> concurrent.futures.Future[memoryview]:
+    def fetch(
+        self,
+        shard: int,
+        start: int,
+        end: int,
+    ) -> concurrent.futures.Future[memoryview]:
         """Start fetching a range of a shard."""
         name = self.dataset.shards.name(shard)
         get = partial(self.client.get, name, start, end)
@@ -225,7 +235,12 @@ class RemoteShards:
         """Return the file that holds a sample."""
         return self.dataset.shards.name_of(row)
 
-    def _explain(self, row: IndexRow, kind: type[ShardError], message: str) -> NoReturn:
+    def _explain(
+        self,
+        row: IndexRow,
+        kind: type[ShardError],
+        message: str,
+    ) -> NoReturn:
         """Raise ``kind``, saying whether the dataset at the URL is another one by now."""
         try:
             fingerprint = (
@@ -239,10 +254,12 @@ class RemoteShards:
             )
         if fingerprint != self.dataset.manifest.fingerprint:
             message = f"{message}; {replaced(self.dataset, fingerprint)}"
-        raise kind(message, shard=self.shard_name(row), offset=row.offset, key=row.key)
-
-    def _on_fault(self, fault: Fault) -> None:
-        _LOG.info("'%s': %s; trying again", shown_url(self._url), fault.text)
+        raise kind(
+            message,
+            shard=self.shard_name(row),
+            offset=row.offset,
+            key=row.key,
+        )
 
 
 class _Range:
@@ -299,7 +316,13 @@ class _RemoteSession:
             part = index, row.offset, row.length
             held = self._ranges.get(part)
             if held is not None:
-                pending[number] = partial(self._take, held, first + number, index=index, row=row)
+                pending[number] = partial(
+                    self._take,
+                    held,
+                    first + number,
+                    index=index,
+                    row=row,
+                )
                 continue
             if part in new:
                 new[part].append(number)
@@ -344,7 +367,12 @@ class _RemoteSession:
         for future in under_way:
             future.cancel()
 
-    def _start(self, shard: int, start: int, end: int) -> concurrent.futures.Future[memoryview]:
+    def _start(
+        self,
+        shard: int,
+        start: int,
+        end: int,
+    ) -> concurrent.futures.Future[memoryview]:
         def forget(future: concurrent.futures.Future[memoryview]) -> None:
             with self._lock:
                 self._under_way.discard(future)

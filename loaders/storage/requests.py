@@ -61,7 +61,12 @@ class FetchFailedError(Exception):
     offset and key.
     """
 
-    def __init__(self, fault: Fault, num_attempts: int, elapsed_s: float) -> None:
+    def __init__(
+        self,
+        fault: Fault,
+        num_attempts: int,
+        elapsed_s: float,
+    ) -> None:
         super().__init__(fault.text)
         self.fault = fault
         self.num_attempts = num_attempts
@@ -78,7 +83,8 @@ class Latencies:
     def add(self, latency_s: float) -> None:
         """Count one more."""
         if len(self._recent) == _RECENT:
-            del self._sorted[bisect.bisect_left(self._sorted, self._recent.popleft())]
+            oldest_s = self._recent.popleft()
+            del self._sorted[bisect.bisect_left(self._sorted, oldest_s)]
         self._recent.append(latency_s)
         bisect.insort(self._sorted, latency_s)
 
@@ -88,7 +94,8 @@ class Latencies:
         """
         if len(self._sorted) < _ENOUGH:
             return None
-        return self._sorted[min(len(self._sorted) - 1, int(part * len(self._sorted)))]
+        number = int(part * len(self._sorted))
+        return self._sorted[min(number, len(self._sorted) - 1)]
 
 
 class Requester:

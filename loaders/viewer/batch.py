@@ -163,8 +163,10 @@ class _Frames:
         self.key = 0
         """Which frame is the sample's own."""
         if self._has_windows:
-            is_shown = _array(batch["frame_global_index"][row]) == int(batch["global_index"][row])
-            self.key = int(np.argmax(is_shown & _array(batch["frame_valid"][row])))
+            rows = _array(batch["frame_global_index"][row])
+            is_own = rows == int(batch["global_index"][row])
+            is_own &= _array(batch["frame_valid"][row])
+            self.key = int(np.argmax(is_own))
         self.index = (row, self.key) if self._has_windows else (row,)
         """Where the sample's own frame is in entries [B, ...] or [B, T, ...]."""
 
@@ -188,10 +190,12 @@ class _Frames:
                         "'img' must be uint8 to be drawn, or normalised by "
                         f"Transforms(normalize=...), got {pixels.dtype}"
                     )
-                mean = torch.tensor(normalize.mean, device=pixels.device)[:, None, None]
-                std = torch.tensor(normalize.std, device=pixels.device)[:, None, None]
-                pixels = (pixels.float() * std + mean).round().clamp(0, 255).byte()
-                pixels = pixels.flip(-3) if normalize.channel_order == "bgr" else pixels
+                mean = torch.tensor(normalize.mean, device=pixels.device)
+                std = torch.tensor(normalize.std, device=pixels.device)
+                levels = pixels.float() * std[:, None, None] + mean[:, None, None]
+                pixels = levels.round().clamp(0, 255).byte()
+                if normalize.channel_order == "bgr":
+                    pixels = pixels.flip(-3)
             images = _array(pixels if self._has_windows else pixels[None])
             names = cameras if name is None or groups is None else groups[name].cameras
             for by_camera, frame in zip(images_of_frames, images, strict=True):
@@ -206,11 +210,16 @@ class _Frames:
         row = self._at
         if "gt_boxes_3d" not in batch:
             return None
-        real = _array(batch["gt_mask"][row]) if "gt_mask" in batch else slice(None)
-        boxes3d = _array(batch["gt_boxes_3d"][row])[real]
-        label = _array(batch["gt_labels_3d"][row])[real]
+        boxes3d = _array(batch["gt_boxes_3d"][row])
+        label = _array(batch["gt_labels_3d"][row])
+        velocity = _array(batch["gt_velocity"][row])
+        if "gt_mask" in batch:
+            mask = _array(batch["gt_mask"][row])
+            boxes3d = boxes3d[mask]
+            label = label[mask]
+            velocity = velocity[mask]
         corners = corners_by_yaw(boxes3d)
-        velocity = np.nan_to_num(_array(batch["gt_velocity"][row])[real].astype(np.float64))
+        velocity = np.nan_to_num(velocity.astype(np.float64))
         if box_frame == "lidar":
             lidar2ego = self.entry("lidar2ego")[self.key].astype(np.float64)
             corners = move_points(corners, lidar2ego)
@@ -219,16 +228,16 @@ class _Frames:
             return [DrawnBoxes(corners, label)]
         if "ego2key" not in batch:  # without ego poses boxes have a place in their own frame alone
             none = DrawnBoxes(corners[:0], label[:0])
-            return [
-                DrawnBoxes(corners, label) if row == self.key else none
-                for row in range(len(self.since_s()))
-            ]
-        since = self.since_s()[:, None, None, None] * velocity[:, None]
-        key2ego = np.linalg.inv(self.entry("ego2key").astype(np.float64))
-        return [
-            DrawnBoxes(move_points(corners + way, matrix), label)
-            for way, matrix in zip(since, key2ego, strict=True)
-        ]
+            boxes_of_frames = [none for _ in self.since_s()]
+            boxes_of_frames[self.key] = DrawnBoxes(corners, label)
+            return boxes_of_frames
+        ways = self.since_s()[:, None, None, None] * velocity[:, None]
+        ego2key = self.entry("ego2key").astype(np.float64)
+        boxes_of_frames = []
+        for way, key2ego in zip(ways, np.linalg.inv(ego2key), strict=True):
+            moved = move_points(corners + way, key2ego)
+            boxes_of_frames.append(DrawnBoxes(moved, label))
+        return boxes_of_frames
 
     def since_s(self) -> F64:
         """Return the seconds of each frame since the sample's own time."""
@@ -241,13 +250,13 @@ class _Frames:
         """
         if "points" not in self._batch or "lidar2ego" not in self._batch:
             return np.zeros((0, 3))
-        points = _index_value(self._batch["points"], self.index)[:, :3]
+        points = _index_value(self._batch["points"], self.index)
+        xyz = points[:, :3]
         if "points_mask" in self._batch:
-            points = points[_index_value(self._batch["points_mask"], self.index)]
-        return move_points(
-            points.astype(np.float64),
-            self.entry("lidar2ego")[self.key].astype(np.float64),
-        )
+            mask = _index_value(self._batch["points_mask"], self.index)
+            xyz = xyz[mask]
+        lidar2ego = self.entry("lidar2ego")[self.key]
+        return move_points(xyz.astype(np.float64), lidar2ego.astype(np.float64))
 
 
 def draw_sample(batch: Mapping[str, Any], row: int, loader: LoaderDisplay) -> U8:
@@ -266,7 +275,11 @@ def draw_sample(batch: Mapping[str, Any], row: int, loader: LoaderDisplay) -> U8
     )
 
 
-def frames_of(batch: Mapping[str, Any], row: int, loader: LoaderDisplay) -> list[DrawnFrame]:
+def frames_of(
+    batch: Mapping[str, Any],
+    row: int,
+    loader: LoaderDisplay,
+) -> list[DrawnFrame]:
     """Return the frames of sample ``row`` of a loader's batch; without a temporal window there is
     one.
     """
@@ -275,7 +288,9 @@ def frames_of(batch: Mapping[str, Any], row: int, loader: LoaderDisplay) -> list
     frames = _Frames(batch, row)
     images = frames.images(cameras, transforms)
     ida_mat = frames.entry("ida_mat")
-    ego2img = frames.entry("ego2img") if "ego2img" in batch else np.full(ida_mat.shape, np.nan)
+    ego2img = np.full(ida_mat.shape, np.nan)
+    if "ego2img" in batch:
+        ego2img = frames.entry("ego2img")
     boxes = frames.boxes(transforms.box_frame)
     titles = [""]
     if len(images) > 1:
@@ -319,7 +334,11 @@ def values_of(
     return [(channel, value) for channel, value in values if value is not None]
 
 
-def _read_value(batch: Mapping[str, Any], name: str, index: tuple[int, ...]) -> Any:
+def _read_value(
+    batch: Mapping[str, Any],
+    name: str,
+    index: tuple[int, ...],
+) -> Any:
     """Return a sample's value of a selected channel, by its index (sample,) or (sample, frame);
     None: it has none.
     """
@@ -329,7 +348,9 @@ def _read_value(batch: Mapping[str, Any], name: str, index: tuple[int, ...]) -> 
         return None
     if isinstance(value, Packed | Logits) and value.offsets is not None:
         number = int(np.ravel_multi_index(index, valid.shape))
-        interval = slice(int(value.offsets[number]), int(value.offsets[number + 1]))
+        start = int(value.offsets[number])
+        stop = int(value.offsets[number + 1])
+        interval = slice(start, stop)
         if isinstance(value, Logits):
             return value.map(lambda part: _array(part[interval]))
         return _array(value.values[interval])

@@ -38,7 +38,20 @@ _MOST_TEXT: Final = 160
 _MOST_SHAPES: Final = 500
 """Boxes, and points, of a group of a channel on an image."""
 # Corner numbers as Boxes.corners gives them: bit 2 = rear, bit 1 = right, bit 0 = bottom.
-_EDGES: Final = tuple((a, a | bit) for bit in (1, 2, 4) for a in range(8) if not a & bit)
+_EDGES: Final = (
+    (0, 1),
+    (2, 3),
+    (4, 5),
+    (6, 7),
+    (0, 2),
+    (1, 3),
+    (4, 6),
+    (5, 7),
+    (0, 4),
+    (1, 5),
+    (2, 6),
+    (3, 7),
+)
 _FRONT: Final = ((0, 3), (1, 2))
 _WHITE: Final = (255, 255, 255)
 _TEXT_COLOUR: Final = (230, 230, 230)
@@ -130,8 +143,10 @@ def contact_sheet(
         # Of one frame the pane is as high as the sheet.
         height = len(sheet)
         rows = 2 if len(frames) == 1 else len(order)
-        pane = _draw_from_above(min(height, 2 * height // rows), boxes, points)
-        sheet = np.concatenate([sheet, _pad(pane, below=height - len(pane))], 1)
+        size_px = min(height, 2 * height // rows)
+        pane = _draw_from_above(size_px, boxes, points)
+        pane = _pad(pane, below=height - size_px)
+        sheet = np.concatenate([sheet, pane], 1)
     width = sheet.shape[1]
     parts = [sheet]
     if boxes is not None:
@@ -195,7 +210,8 @@ def _draw_tiles(
 ) -> dict[str, U8]:
     tiles = {}
     for number, channel in enumerate(cameras):
-        tile = np.ascontiguousarray(frame.images[number].transpose(1, 2, 0))
+        image = frame.images[number]
+        tile = np.ascontiguousarray(image.transpose(1, 2, 0))
         for entry, value in values:
             if entry.law.camera == channel and entry.law.name in ON_IMAGES:
                 _draw_value(tile, entry, value)
@@ -238,11 +254,18 @@ def corners_by_yaw(boxes3d: NDArray[np.floating[Any]]) -> F64:
     """
     half = boxes3d[:, 6] / 2
     zero = np.zeros(len(boxes3d))
-    rotation_wxyz = np.stack([np.cos(half), zero, zero, np.sin(half)], 1)
+    rotation_wxyz = np.stack(
+        [np.cos(half), zero, zero, np.sin(half)],
+        axis=1,
+    )
     return box_corners(boxes3d, rotation_wxyz).astype(np.float64)
 
 
-def project_boxes(corners: F64, ego2img: F64, size_px: int) -> Iterator[tuple[int, F64]]:
+def project_boxes(
+    corners: F64,
+    ego2img: F64,
+    size_px: int,
+) -> Iterator[tuple[int, F64]]:
     """Yield each box that is seen, the farthest first: its number, and its edges with a cross
     in its front, [K, 2, 2].
 
@@ -284,7 +307,8 @@ def project_segment(
     if is_a_near and is_b_near:
         return None
     if is_a_near or is_b_near:
-        cut = a + (b - a) * (NEAR_M - a[2]) / (b[2] - a[2])
+        way = b - a
+        cut = a + way * (NEAR_M - a[2]) / way[2]
         if is_a_near:
             a = cut
         else:
@@ -307,7 +331,11 @@ def project_corners(corners: F64, ego2img: F64, size_px: int) -> F64 | None:
     return None
 
 
-def seen_boxes(corners: F64, ego2img: F64, size: NDArray[np.integer[Any]]) -> list[dict[str, Any]]:
+def seen_boxes(
+    corners: F64,
+    ego2img: F64,
+    size: NDArray[np.integer[Any]],
+) -> list[dict[str, Any]]:
     """Return each box that a camera with images of this (width, height) sees, the farthest first,
     for others to draw: its number ``box``, its ``lines`` [K, 4] in pixels (u, v, u, v), and the
     ``hull`` [M, 2] of it that hides what lies behind, or None. None are seen where ``ego2img`` is
@@ -328,14 +356,19 @@ def seen_boxes(corners: F64, ego2img: F64, size: NDArray[np.integer[Any]]) -> li
     return boxes
 
 
-def shapes_on_image(channel: Channel, value: Any, size: NDArray[np.integer[Any]]) -> dict[str, Any]:
+def shapes_on_image(
+    channel: Channel,
+    value: Any,
+    size: NDArray[np.integer[Any]],
+) -> dict[str, Any]:
     """Return what others draw of a channel on an image of this (width, height): of a raster its
     ``width`` in widths of the image, beyond which its last pixels may lie; else ``boxes`` (left,
     top, right, bottom) and ``points`` in pixels.
     """
     if channel.law.name == "image":
-        width = np.asarray(value).shape[1] * (channel.law.fraction or 1)
-        return {"width": width / max(int(size[0]), 1)}
+        raster_width = np.asarray(value).shape[1]
+        width_px = raster_width * (channel.law.fraction or 1)
+        return {"width": width_px / max(int(size[0]), 1)}
     shapes: dict[str, Any] = {}
     for role in ("boxes", "points"):
         shapes[role] = []
@@ -351,7 +384,7 @@ def turn_text(ida_mat: NDArray[np.floating[Any]]) -> str:
     """
     # Rotation after mirror: (-cos, sin; sin, cos) if mirrored, else (cos, sin; -sin, cos), of v
     # that points down.
-    is_mirrored = bool(np.linalg.det(ida_mat[:2, :2]) < 0)
+    is_mirrored = np.linalg.det(ida_mat[:2, :2]) < 0
     sine, cosine = ida_mat[1, :2]
     text = ""
     if is_mirrored:
@@ -379,13 +412,17 @@ def _draw_from_above(
     def pixels(xy: NDArray[np.floating[Any]]) -> I32:
         column = middle - xy[..., 1] * scale
         row = middle - xy[..., 0] * scale
-        return np.stack([column, row], -1).round().astype(np.int32)
+        places = np.stack([column, row], -1)
+        return places.round().astype(np.int32)
 
-    is_near = (np.abs(points[:, :2]) < ABOVE_M * 0.999).all(1)
+    distances = np.abs(points[:, :2])
+    is_near = (distances < ABOVE_M * 0.999).all(1)
     near = points[is_near]
     places = np.clip(pixels(near), 0, size_px - 1)
-    height = np.clip((near[:, 2:3] + 1.0) / 4.0, 0.0, 1.0)  # from the ground to three metres
-    pane[places[:, 1], places[:, 0]] = 70 + 150 * height
+    columns = places[:, 0]
+    rows = places[:, 1]
+    heights = (near[:, 2:3] + 1.0) / 4.0  # from the ground to three metres
+    pane[rows, columns] = 70 + 150 * np.clip(heights, 0.0, 1.0)
     for radius in (20, 40):
         cv2.circle(
             pane,
@@ -422,7 +459,13 @@ def _draw_from_above(
                 thickness=2,
                 lineType=cv2.LINE_AA,
             )
-    ego = np.array([[2.5, 0.0], [-1.0, 1.0], [-1.0, -1.0]])
+    ego = np.array(
+        [
+            [2.5, 0.0],
+            [-1.0, 1.0],
+            [-1.0, -1.0],
+        ]
+    )
     cv2.fillConvexPoly(pane, pixels(ego), _WHITE, cv2.LINE_AA)
     _write_caption(pane, "from above [ego]")
     return pane
@@ -468,7 +511,8 @@ def colour_raster(raster: NDArray[Any], fill: float) -> tuple[Mask, U8]:
     palette, numbers from blue to red.
     """
     if raster.ndim == 3:
-        return np.ones(raster.shape[:2], bool), raster.astype(np.uint8)
+        everywhere = np.ones(raster.shape[:2], bool)
+        return everywhere, raster.astype(np.uint8)
     if raster.dtype.kind != "f":
         palette = np.array(_PALETTE, np.uint8)
         colours = palette[raster.astype(np.int64) % len(palette)]
@@ -503,7 +547,8 @@ def grid_from_above(channel: Channel, value: NDArray[Any]) -> NDArray[Any]:
         raster = np.take_along_axis(raster, topmost, 2)[:, :, 0]
     is_colour = raster.dtype == np.uint8 and raster.shape[2:] == (3,)
     if raster.ndim > 2 and not is_colour:
-        raster = raster.reshape(*raster.shape[:2], -1).max(2)
+        numbers_of_cells = raster.reshape(*raster.shape[:2], -1)
+        raster = numbers_of_cells.max(2)
     return raster
 
 
@@ -514,7 +559,8 @@ def groups_of(value: Any, channel: Channel, role: str) -> Iterator[F64]:
             columns = value[group[0]]
         else:
             columns = value[..., [channel.columns.index(name) for name in group]]
-        yield np.asarray(columns, np.float64).reshape(-1, columns.shape[-1])
+        numbers = np.asarray(columns, np.float64)
+        yield numbers.reshape(-1, columns.shape[-1])
 
 
 def value_text(channel: Channel, value: Any) -> str:
@@ -542,7 +588,12 @@ def value_in_words(channel: Channel, value: Any) -> str:
         array = np.asarray(part)
         is_long = array.dtype.kind in "biuf" and array.size > _SHORT
         if is_long and channel.kind != "image":
-            numbers = np.array2string(array, threshold=24, edgeitems=2, precision=4)
+            numbers = np.array2string(
+                array,
+                threshold=24,
+                edgeitems=2,
+                precision=4,
+            )
             lines.append(f"{name} {numbers}")
     return "\n".join(lines)
 
@@ -595,20 +646,18 @@ def _write_caption(tile: U8, text: str) -> None:
 
 
 def _join_grid(tiles: Sequence[U8], columns: int) -> U8:
-    height, width = (max(tile.shape[axis] for tile in tiles) for axis in (0, 1))
+    step_down = max(tile.shape[0] for tile in tiles) + _GAP_PX
+    step_right = max(tile.shape[1] for tile in tiles) + _GAP_PX
     columns = min(columns, len(tiles))
     rows = math.ceil(len(tiles) / columns)
-    sheet = np.full(
-        (
-            rows * (height + _GAP_PX) + _GAP_PX,
-            columns * (width + _GAP_PX) + _GAP_PX,
-            3,
-        ),
-        _DARK,
-        np.uint8,
-    )
+    height = rows * step_down + _GAP_PX
+    width = columns * step_right + _GAP_PX
+    sheet = np.full((height, width, 3), _DARK, np.uint8)
     for number, tile in enumerate(tiles):
-        top = _GAP_PX + number // columns * (height + _GAP_PX)
-        left = _GAP_PX + number % columns * (width + _GAP_PX)
-        sheet[top : top + tile.shape[0], left : left + tile.shape[1]] = tile
+        row, column = divmod(number, columns)
+        top = _GAP_PX + row * step_down
+        left = _GAP_PX + column * step_right
+        bottom = top + tile.shape[0]
+        right = left + tile.shape[1]
+        sheet[top:bottom, left:right] = tile
     return sheet

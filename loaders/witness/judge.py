@@ -159,7 +159,11 @@ class Rules(NamedTuple):
     groups: Sequence[Sequence[int]] | None = None
 
 
-def judge(records: Sequence[Epoch], rules: Rules, previous: Sequence[Epoch] = ()) -> WitnessReport:
+def judge(
+    records: Sequence[Epoch],
+    rules: Rules,
+    previous: Sequence[Epoch] = (),
+) -> WitnessReport:
     """Return what the records of all ranks say about an epoch.
 
     Args:
@@ -185,18 +189,26 @@ def judge(records: Sequence[Epoch], rules: Rules, previous: Sequence[Epoch] = ()
         if rules.tail != "repeat":
             findings += _compare_rows(counted, total, rules)
         sequences = {(record.ranks[0], record.sequence) for record in previous}
-        ranks = sorted(
-            record.ranks[0]
-            for record in records
-            if record.is_complete and record.rows > 1
-            if (record.ranks[0], record.sequence) in sequences
-        )
+        ranks = []
+        for record in records:
+            rank = record.ranks[0]
+            has_order = record.is_complete and record.rows > 1
+            if has_order and (rank, record.sequence) in sequences:
+                ranks.append(rank)
+        ranks.sort()
         if ranks:
             text = f"{_ranks_text(ranks)} saw the rows in the same order as in epoch "
             text += str(previous[0].epoch)
             if rules.shuffles:
                 text += ": call set_epoch(epoch) on the sampler before each epoch"
-                findings.append(Fault("same_order", text, count=len(ranks), ranks=ranks))
+                findings.append(
+                    Fault(
+                        "same_order",
+                        text,
+                        count=len(ranks),
+                        ranks=ranks,
+                    )
+                )
             else:
                 findings.append(text)
         if rules.content is not None:
@@ -230,7 +242,12 @@ def _compare_ranks(
                 f"{_ranks_text(group)} should see the same rows in the same order, and "
                 f"{_ranks_text(ranks)} saw others"
             )
-            yield Fault("different_rows", text, count=len(ranks), ranks=ranks)
+            yield Fault(
+                "different_rows",
+                text,
+                count=len(ranks),
+                ranks=ranks,
+            )
     if all(record.is_complete for record in records):
         batches = {record.ranks[0]: record.batches[0] for record in counted}
         ((usual_count, _),) = Counter(batches.values()).most_common(1)
@@ -264,7 +281,11 @@ def _compare_ranks(
         )
 
 
-def _compare_rows(counted: Sequence[Epoch], total: Epoch, rules: Rules) -> Iterator[Fault | str]:
+def _compare_rows(
+    counted: Sequence[Epoch],
+    total: Epoch,
+    rules: Rules,
+) -> Iterator[Fault | str]:
     """Find rows that came twice or never."""
     if not total.is_known:
         yield "only one rank's part of the epoch is known from before the resume"
@@ -410,11 +431,16 @@ def _compare_contents(
     """
     sample = total.sample.rows
     before = merge_epochs(previous).sample.rows if previous else sample[:0]
-    _, rows, earlier = np.intersect1d(sample["hash"], before["hash"], return_indices=True)
+    _, rows, earlier = np.intersect1d(
+        sample["hash"],
+        before["hash"],
+        return_indices=True,
+    )
     is_alike = sample["digest"][rows] == before["digest"][earlier]
     if content == "equal":
         kind = "content"
-        is_wrong = (sample["count"] > 1) & (sample["alike"] < sample["count"] - 1)
+        num_later = sample["count"] - 1
+        is_wrong = (num_later > 0) & (sample["alike"] < num_later)
         is_wrong[rows[~is_alike]] = True
         text = "changed under the same id"
     else:
@@ -426,7 +452,12 @@ def _compare_contents(
         wrong = sample[is_wrong]
         names = row_names(total.kind, wrong["hash"], wrong["name"])
         text = f"the content of {_rows_text(names, len(names))} {text}"
-        yield Fault(kind, text, count=len(names), rows=names[:MAX_NAMED])
+        yield Fault(
+            kind,
+            text,
+            count=len(names),
+            rows=names[:MAX_NAMED],
+        )
     if content == "equal":
         return
     by_entry: dict[str, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
@@ -448,7 +479,12 @@ def _compare_contents(
             f"{_rows_text(names, len(shared))} have the same random numbers in entry '{name}' as "
             "other rows: each worker and rank needs a seed of its own"
         )
-        yield Fault("shared_noise", text, count=len(shared), rows=names[:MAX_NAMED])
+        yield Fault(
+            "shared_noise",
+            text,
+            count=len(shared),
+            rows=names[:MAX_NAMED],
+        )
 
 
 def _named(names: Sequence[int | str], mask: Mask) -> list[int | str]:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from fuelrail.loaders.witness.rows import Rows, digest_row, mix, read_columns, read_row
 from fuelrail.loaders.witness.sketch import (
@@ -98,9 +99,10 @@ class Epoch(msgspec.Struct, forbid_unknown_fields=True):
         place = place_of(self.batches[0])
         self.steps += [0] * (place + 1 - len(self.steps))
         step = mix(np.array(self.batches, np.uint64))
-        total = int(mix(hashes ^ step).sum(dtype=np.uint64))
-        self.steps[place] = (self.steps[place] + total) % 2**64
-        self.sums = add_sums(self.sums, rows.hashes.sum(axis=0, dtype=np.uint64).tolist())
+        step_sum = mix(hashes ^ step).sum(dtype=np.uint64)
+        self.steps[place] = (self.steps[place] + int(step_sum)) % 2**64
+        sums = rows.hashes.sum(axis=0, dtype=np.uint64)
+        self.sums = add_sums(self.sums, sums.tolist())
         previous = f"{self.sequence}:{count}:".encode()
         self.sequence = xxhash.xxh3_128_hexdigest(previous + rows.hashes.tobytes())
         self.rows += count
@@ -126,7 +128,10 @@ class Epoch(msgspec.Struct, forbid_unknown_fields=True):
                     if not is_float or value.size < _MIN_VALUES:
                         continue
                     noise = self.noise.setdefault(name, {})
-                    if len(noise) < SAMPLE_ROWS and (value != value.flat[0]).any():
+                    if len(noise) >= SAMPLE_ROWS:
+                        continue
+                    is_constant = (value == value.flat[0]).all()
+                    if not is_constant:
                         noise[identity] = xxhash.xxh3_64_intdigest(value.tobytes())
         self.sample.add(rows, chosen, digests)
 
@@ -139,33 +144,45 @@ class Epoch(msgspec.Struct, forbid_unknown_fields=True):
 
     def state(self) -> Epoch:
         """Return a copy that takes a few kB."""
-        state = msgspec.structs.replace(self, table=None, before=self.fold(), noise={})
-        state.sample = CountedRows(self.sample.rows, self.sample.limit).cut(STATE_ROWS)
+        sample = CountedRows(self.sample.rows, self.sample.limit)
+        state = msgspec.structs.replace(
+            self,
+            table=None,
+            before=self.fold(),
+            sample=sample.cut(STATE_ROWS),
+            noise={},
+        )
         return copy.deepcopy(state)
 
 
 def place_of(step: int) -> int:
     """Return the place in `Epoch.steps` of a step, from 0: the later, the more steps share one."""
-    octave = (step + _STEPS_AN_OCTAVE).bit_length() - _STEPS_AN_OCTAVE.bit_length()
-    within = ((step + _STEPS_AN_OCTAVE) >> octave) - _STEPS_AN_OCTAVE
+    number = step + _STEPS_AN_OCTAVE
+    octave = number.bit_length() - _STEPS_AN_OCTAVE.bit_length()
+    within = (number >> octave) - _STEPS_AN_OCTAVE
     return octave * _STEPS_AN_OCTAVE + within
 
 
 def step_of(place: int) -> int:
     """Return the first step of a place in `Epoch.steps`."""
     octave, within = divmod(place, _STEPS_AN_OCTAVE)
-    return ((_STEPS_AN_OCTAVE + within) << octave) - _STEPS_AN_OCTAVE
+    number = (_STEPS_AN_OCTAVE + within) << octave
+    return number - _STEPS_AN_OCTAVE
 
 
 def add_sums(first: Sequence[int], second: Sequence[int]) -> Any:
     """Return sums of two multisets' hashes, modulo 2^64 each, as the type of the first."""
+    pairs = zip_longest(first, second, fillvalue=0)
     kind: Any = type(first)
-    return kind(sum(pair) % 2**64 for pair in zip_longest(first, second, fillvalue=0))
+    return kind(sum(pair) % 2**64 for pair in pairs)
 
 
 def find_kind(records: Sequence[Epoch]) -> str | None:
     """Return what the ids of these records' rows are; None where they have no rows."""
-    return next((record.kind for record in records if record.kind is not None), None)
+    for record in records:
+        if record.kind is not None:
+            return record.kind
+    return None
 
 
 def merge_epochs(records: Sequence[Epoch]) -> Epoch:
@@ -202,18 +219,26 @@ def encode_record(record: Epoch) -> dict[str, Any]:
     """Return a record as plain values."""
 
     def encode(value: Table | CountedRows) -> str:
-        array = value.cells if isinstance(value, Table) else value.rows
-        packed = base64.b64encode(zlib.compress(array.tobytes(), 1)).decode()
-        return packed if isinstance(value, Table) else f"{value.limit}:{packed}"
+        if isinstance(value, Table):
+            return _pack(value.cells)
+        return f"{value.limit}:{_pack(value.rows)}"
 
     plain: dict[str, Any] = msgspec.to_builtins(record, enc_hook=encode, str_keys=True)
     return plain
 
 
+def _pack(array: NDArray[Any]) -> str:
+    """Return an array's bytes as base64 of zlib."""
+    compressed = zlib.compress(array.tobytes(), 1)
+    return base64.b64encode(compressed).decode()
+
+
 def decode_record(value: object, where: str) -> Epoch:
     """Return a record from plain values, or from their JSON; raise LedgerError."""
+    plain = value
     try:
-        plain = msgspec.json.decode(value) if isinstance(value, bytes) else value
+        if isinstance(value, bytes):
+            plain = msgspec.json.decode(value)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise LedgerError(f"{where} is not JSON: {' '.join(str(error).split())}") from error
     version = plain.get("version") if isinstance(plain, dict) else None
@@ -223,12 +248,20 @@ def decode_record(value: object, where: str) -> Epoch:
             f"its version is {shortened(repr(version))}"
         )
     try:
-        record = msgspec.convert(plain, Epoch, dec_hook=_decode, str_keys=True)
+        record = msgspec.convert(
+            plain,
+            Epoch,
+            dec_hook=_decode,
+            str_keys=True,
+        )
     except msgspec.ValidationError as error:
         fault = find_fault(error, plain, Epoch)
         raise LedgerError(f"{where} is not a witness's record: {fault}") from error
-    large = Table(LARGE, has_names=record.kind == "text")
-    for table, usual in ((record.table, large), (record.before, Table(SMALL))):
+    tables = (
+        (record.table, Table(LARGE, has_names=record.kind == "text")),
+        (record.before, Table(SMALL)),
+    )
+    for table, usual in tables:
         if table is not None and table.cells.shape != usual.cells.shape:
             raise LedgerError(
                 f"{where} has a table of {table.cells.size} numbers, not of {usual.cells.size}"
@@ -252,16 +285,25 @@ def _decode(kind: type, value: Any) -> Table | CountedRows:
     except (ValueError, zlib.error) as error:
         raise ValueError(f"must be base64 of zlib; got {shortened(value, 40)!r}") from error
     if kind is Table:
-        for table in (Table(LARGE), Table(LARGE, has_names=True), Table(SMALL)):
+        tables = (
+            Table(LARGE),
+            Table(LARGE, has_names=True),
+            Table(SMALL),
+        )
+        for table in tables:
             if len(data) == table.cells.nbytes:
-                table.cells.reshape(-1)[:] = np.frombuffer(data, np.int64)
+                numbers = np.frombuffer(data, np.int64)
+                table.cells.reshape(-1)[:] = numbers
                 return table
         raise ValueError(f"must be a table's numbers; got {len(data)} bytes")
     if len(data) % ROW.itemsize or not limit.isascii() or not limit.isdigit():
         raise ValueError(f"must be a limit and a sample's rows; got {shortened(value, 40)!r}")
     rows = np.frombuffer(data, ROW).copy()
-    is_sample = len(rows) <= SAMPLE_ROWS and len(limit) <= 20 and int(limit) <= ALL
-    is_sorted = (rows["hash"][1:] > rows["hash"][:-1]).all()
-    if not (is_sample and is_sorted and (rows["count"] > 0).all()):
+    hashes = rows["hash"]
+    is_sample = len(rows) <= SAMPLE_ROWS
+    is_limit = len(limit) <= 20 and int(limit) <= ALL
+    is_sorted = (hashes[1:] > hashes[:-1]).all()
+    is_counted = (rows["count"] > 0).all()
+    if not (is_sample and is_limit and is_sorted and is_counted):
         raise ValueError(f"must be at most {SAMPLE_ROWS} rows in order, each of a count above 0")
     return CountedRows(rows, int(limit))

@@ -44,6 +44,8 @@ holds integers, texts or bytes."""
 
 _SEED: Final = np.uint64(0x6675656C)
 _SECOND: Final = np.uint64(0x9E3779B97F4A7C15)
+_FIRST_FACTOR: Final = np.uint64(0xBF58476D1CE4E5B9)
+_SECOND_FACTOR: Final = np.uint64(0x94D049BB133111EB)
 
 
 class Rows(NamedTuple):
@@ -68,20 +70,21 @@ def mix(numbers: Hashes) -> Hashes:
     It is the finaliser "Mix13" of Stafford, which splitmix64 uses (Steele, Lea, Flood: Fast
     Splittable Pseudorandom Number Generators, 2014).
     """
-    mixed = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    last: Hashes = mixed ^ (mixed >> np.uint64(31))
-    return last
+    mixed: Hashes = numbers ^ (numbers >> np.uint64(30))
+    mixed = mixed * _FIRST_FACTOR
+    mixed = mixed ^ (mixed >> np.uint64(27))
+    mixed = mixed * _SECOND_FACTOR
+    return mixed ^ (mixed >> np.uint64(31))
 
 
 def unmix(mixed: Hashes) -> Hashes:
     """Return the numbers whose :func:`mix` these are."""
-    numbers = mixed ^ (mixed >> np.uint64(31)) ^ (mixed >> np.uint64(62))
-    numbers = numbers * np.uint64(pow(0x94D049BB133111EB, -1, 2**64))
+    numbers: Hashes = mixed ^ (mixed >> np.uint64(31)) ^ (mixed >> np.uint64(62))
+    numbers = numbers * np.uint64(pow(int(_SECOND_FACTOR), -1, 2**64))
     numbers = numbers ^ (numbers >> np.uint64(27)) ^ (numbers >> np.uint64(54))
-    numbers = numbers * np.uint64(pow(0xBF58476D1CE4E5B9, -1, 2**64))
-    first: Hashes = numbers ^ (numbers >> np.uint64(30)) ^ (numbers >> np.uint64(60))
-    return first
+    numbers = numbers * np.uint64(pow(int(_FIRST_FACTOR), -1, 2**64))
+    originals: Hashes = numbers ^ (numbers >> np.uint64(30)) ^ (numbers >> np.uint64(60))
+    return originals
 
 
 def integer_rows(ids: NDArray[Any]) -> Rows:
@@ -118,11 +121,14 @@ def row_names(kind: str | None, hashes: Hashes, names: Names) -> list[int | str]
     ``hashes``: the first column of theirs. Texts that were not kept are shown as digests.
     """
     if kind == "integer":
-        numbers: list[int | str] = (unmix(hashes) - _SEED).view(np.int64).tolist()
-        return numbers
-    texts = (shortened(name.decode(errors="replace")) for name in names.tolist())
-    digests = (f"digest {digest:016x}" for digest in hashes.tolist())
-    return [text or digest for text, digest in zip(texts, digests, strict=True)]
+        numbers = unmix(hashes) - _SEED
+        integers: list[int | str] = numbers.view(np.int64).tolist()
+        return integers
+    ids: list[int | str] = []
+    for name, digest in zip(names.tolist(), hashes.tolist(), strict=True):
+        text = shortened(name.decode(errors="replace"))
+        ids.append(text or f"digest {digest:016x}")
+    return ids
 
 
 def id_rows(ids: Any) -> Rows:
@@ -133,9 +139,12 @@ def id_rows(ids: Any) -> Rows:
         ids = [ids]
     if isinstance(ids, np.ndarray) and ids.ndim > 1:
         ids = ids.reshape(len(ids), -1)
-        ids = ids[:, 0] if ids.shape[1] == 1 else list(map(tuple, ids.tolist()))
-    if isinstance(ids, np.ndarray) and ids.dtype.kind in "iu" and ids.dtype != np.uint64:
-        return integer_rows(ids.reshape(-1))
+        has_columns = ids.shape[1] != 1
+        ids = list(map(tuple, ids.tolist())) if has_columns else ids[:, 0]
+    if isinstance(ids, np.ndarray):
+        is_int64 = ids.dtype.kind in "iu" and ids.dtype != np.uint64
+        if is_int64:
+            return integer_rows(ids.reshape(-1))
     ids = [identity.item() if hasattr(identity, "item") else identity for identity in ids]
     for identity in ids:
         if not isinstance(identity, int | str | bytes | tuple):
@@ -146,7 +155,8 @@ def id_rows(ids: Any) -> Rows:
             )
     if all(isinstance(identity, int) and -(2**63) <= identity < 2**63 for identity in ids):
         return integer_rows(np.array(ids, np.int64))
-    return text_rows([text if isinstance(text, str | bytes) else str(text) for text in ids])
+    texts = [text if isinstance(text, str | bytes) else str(text) for text in ids]
+    return text_rows(texts)
 
 
 def read_rows(batch: object, key: Key | None) -> Rows:
@@ -174,7 +184,10 @@ def read_rows(batch: object, key: Key | None) -> Rows:
         if is_id:
             return id_rows(ids)
     count = count_rows(columns)
-    digests = [digest_row(read_row(columns, row, count)) for row in range(count)]
+    digests = []
+    for row in range(count):
+        parts = read_row(columns, row, count)
+        digests.append(digest_row(parts))
     if None in digests:
         raise ConfigError(
             f"the witness finds neither ids nor tensors in a batch of {type(batch).__name__}: "
@@ -185,7 +198,8 @@ def read_rows(batch: object, key: Key | None) -> Rows:
 
 def read_columns(batch: object) -> dict[str, Any]:
     """Return a batch's entries by name, those of nested mappings with a dot between."""
-    if not isinstance(batch, Mapping) and not _is_array(batch) and hasattr(batch, "__dict__"):
+    is_record = hasattr(batch, "__dict__") and not isinstance(batch, Mapping)
+    if is_record and not _is_array(batch):
         batch = vars(batch)
     if isinstance(batch, list | tuple) and any(map(_is_array, batch)):
         batch = dict(enumerate(batch))
@@ -205,9 +219,13 @@ def count_rows(columns: Mapping[str, Any]) -> int:
     """Return how many rows a batch has, by the first axis of its first array, or by its first
     list; 1 where it is a row itself.
     """
-    arrays = [value for value in columns.values() if _is_array(value) and value.ndim]
-    lists = [value for value in columns.values() if isinstance(value, list | tuple)]
-    return len((arrays or lists or [[None]])[0])
+    lists = []
+    for value in columns.values():
+        if _is_array(value) and value.ndim:
+            return len(value)
+        if isinstance(value, list | tuple):
+            lists.append(value)
+    return len(lists[0]) if lists else 1
 
 
 def read_row(columns: Mapping[str, Any], row: int, count: int) -> dict[str, Any]:
@@ -224,8 +242,10 @@ def read_row(columns: Mapping[str, Any], row: int, count: int) -> dict[str, Any]
         parts = dict(columns)
     for name, part in parts.items():
         if hasattr(part, "detach"):
-            part = part.detach().cpu()
-            parts[name] = (part.float() if str(part.dtype) == "torch.bfloat16" else part).numpy()
+            tensor = part.detach().cpu()
+            if str(tensor.dtype) == "torch.bfloat16":
+                tensor = tensor.float()
+            parts[name] = tensor.numpy()
     return parts
 
 
@@ -235,7 +255,8 @@ def digest_row(parts: Mapping[str, Any]) -> int | None:
     is_empty = True
     for name, part in parts.items():
         if isinstance(part, np.ndarray | np.generic):
-            content = f"{part.dtype}{part.shape}".encode() + part.tobytes()
+            form = f"{part.dtype}{part.shape}".encode()
+            content = form + part.tobytes()
         elif isinstance(part, str | int | float | bytes | list | tuple | Mapping):
             content = repr(part).encode(errors="surrogatepass")
         else:

@@ -43,6 +43,14 @@ _SHIFTS: Final = np.array([[0], [21], [42]], np.uint64)
 _FIELDS: Final = 4  # count, two halves of the hash, check
 
 
+class _SingleRows(NamedTuple):
+    """Rows that are alone in a cell of a table."""
+
+    hashes: Hashes
+    names: Names
+    times: I64
+
+
 class Surplus(NamedTuple):
     """Rows that one multiset holds more often than another, or less often.
 
@@ -78,35 +86,45 @@ class Table:
         words = NAME_BYTES // 4 if has_names else 0
         self.cells = np.zeros((3, size, _FIELDS + words), np.int64)
 
-    def add(self, hashes: Hashes, names: Names, times: I64 | None = None) -> None:
+    def add(
+        self,
+        hashes: Hashes,
+        names: Names,
+        times: I64 | None = None,
+    ) -> None:
         """Add rows by the first column of their hashes, each a number of times; None: once."""
         width = self.cells.shape[2]
         values = np.empty((len(hashes), width), np.int64)
         values[:, 0] = 1
         values[:, 1] = hashes >> _HALF
         values[:, 2] = hashes & _WORD
-        values[:, 3] = mix(hashes ^ _CHECK) >> _HALF
+        values[:, 3] = _check(hashes)
         if width > _FIELDS:
             words = np.ascontiguousarray(names).view(np.uint32)
             values[:, _FIELDS:] = words.reshape(len(names), -1)
         if times is not None:
             values *= times[:, None]
         # One index for each number: numpy adds along one axis several times as fast.
-        places = self._cells(hashes)[:, :, None] * width + np.arange(width)
-        values = np.broadcast_to(values, places.shape)
-        np.add.at(self.cells.reshape(-1), places.reshape(-1), values.reshape(-1))
+        firsts = self._cells(hashes) * width
+        places = firsts[:, :, None] + np.arange(width)
+        addends = np.broadcast_to(values, places.shape)
+        numbers = self.cells.reshape(-1)
+        np.add.at(numbers, places.reshape(-1), addends.reshape(-1))
 
     def _cells(self, hashes: Hashes) -> I64:
         """Return the cells of each row, (3, rows): one of each third, counted over all thirds."""
         size = self.cells.shape[1]
-        cells = ((hashes >> _SHIFTS) % np.uint64(size)).astype(np.int64)
-        return cells + np.arange(0, 3 * size, size)[:, None]
+        remainders = (hashes >> _SHIFTS) % np.uint64(size)
+        first_cells = np.array([[0], [size], [2 * size]])
+        cells: I64 = first_cells + remainders.astype(np.int64)
+        return cells
 
     def fold(self) -> Table:
         """Return the table of `SMALL` cells that the same rows have, without names."""
         table = Table(SMALL)
-        cells = self.cells[:, :, :_FIELDS].reshape(3, -1, SMALL, _FIELDS)
-        table.cells = cells.sum(axis=1)
+        fields = self.cells[:, :, :_FIELDS]
+        folds = fields.reshape(3, -1, SMALL, _FIELDS)
+        table.cells = folds.sum(axis=1)
         return table
 
     def surplus(self) -> Surplus:
@@ -114,53 +132,76 @@ class Table:
 
         Cells that hold one row alone are read, the row is taken from its other cells, and so on.
         """
-        num_cells = self.cells[:, :, 0].size
+        counts = self.cells[:, :, 0]
         rest = Table(1)
         rest.cells = self.cells.copy()
-        rounds = []
+        rounds: list[_SingleRows] = []
         num_rows = 0
         # A table that no rows made may go on without end.
-        while num_rows <= num_cells:
-            hashes, names, times = rest._read_single_rows()
-            rounds.append((hashes, names, times))
-            if not len(hashes):
+        while num_rows <= counts.size:
+            single = rest._read_single_rows()
+            rounds.append(single)
+            if not len(single.hashes):
                 break
-            num_rows += len(hashes)
-            rest.add(hashes, names, -times)
-        hashes, names, times = (np.concatenate(parts) for parts in zip(*rounds, strict=True))
-        if not rest.cells.any():
-            count = int(np.abs(times).sum())
-            return Surplus(hashes, names, times, is_whole=True, estimate=count)
-        # The squares of a third's counts have the expectation F + (N^2 - F) / cells, where F is the
-        # sum of the rows' squared times and N that of their times. With times of 1 and -1, F is the
-        # number of rows; the standard error of F is about 2 % for 2,048 cells.
-        counts = self.cells[:, :, 0].astype(np.float64)
-        size = counts.shape[1]
-        net = counts.sum(axis=1).mean()
-        squares = (counts**2).sum(axis=1).mean()
-        count = round(float((squares - net**2 / size) / (1 - 1 / size)))
-        count = max(count, abs(round(float(net))))
-        return Surplus(hashes, names, times, is_whole=False, estimate=count)
+            num_rows += len(single.hashes)
+            rest.add(single.hashes, single.names, -single.times)
+        times = np.concatenate([single.times for single in rounds])
+        is_whole = not rest.cells.any()
+        estimate = int(np.abs(times).sum())
+        if not is_whole:
+            # The squares of a third's counts have the expectation F + (N^2 - F) / cells, where F is
+            # the sum of the rows' squared times and N that of their times. With times of 1 and -1,
+            # F is the number of rows; the standard error of F is about 2 % for 2,048 cells.
+            counts_of_thirds = counts.astype(np.float64)
+            size = counts_of_thirds.shape[1]
+            net = counts_of_thirds.sum(axis=1).mean()
+            squares = (counts_of_thirds**2).sum(axis=1).mean()
+            num_differing = (squares - net**2 / size) / (1 - 1 / size)
+            estimate = max(round(float(num_differing)), abs(round(float(net))))
+        return Surplus(
+            hashes=np.concatenate([single.hashes for single in rounds]),
+            names=np.concatenate([single.names for single in rounds]),
+            times=times,
+            is_whole=is_whole,
+            estimate=estimate,
+        )
 
-    def _read_single_rows(self) -> tuple[Hashes, Names, I64]:
-        """Return hash, name and times of each row that is alone in a cell."""
+    def _read_single_rows(self) -> _SingleRows:
+        """Return the rows that are alone in a cell, each once."""
         cells = self.cells.reshape(-1, self.cells.shape[2])
         places = np.flatnonzero(cells[:, 0])
         times = cells[places, 0]
+        sums = cells[places, 1:]
         with np.errstate(all="ignore"):
-            values, rests = np.divmod(cells[places, 1:], times[:, None])
+            values, rests = np.divmod(sums, times[:, None])
+        high = values[:, 0].astype(np.uint64)
+        low = values[:, 1].astype(np.uint64)
+        check = values[:, 2].astype(np.uint64)
+        hashes = (high << _HALF) | low
         is_word = (values >= 0) & (values <= int(_WORD))
-        hashes = (values[:, 0].astype(np.uint64) << _HALF) | values[:, 1].astype(np.uint64)
-        is_single = is_word.all(axis=1) & ~rests.any(axis=1)
-        is_single &= (self._cells(hashes) == places).any(axis=0)
-        is_single &= mix(hashes ^ _CHECK) >> _HALF == values[:, 2].astype(np.uint64)
+        is_in_cell = self._cells(hashes) == places
+        is_single = is_word.all(axis=1)
+        is_single &= ~rests.any(axis=1)
+        is_single &= is_in_cell.any(axis=0)
+        is_single &= _check(hashes) == check
         singles = np.flatnonzero(is_single)
-        singles = singles[np.unique(hashes[singles], return_index=True)[1]]
-        names = np.zeros(len(singles), f"S{NAME_BYTES}")
-        if values.shape[1] > _FIELDS - 1:
-            words = values[singles, _FIELDS - 1 :].astype(np.uint32)
-            names = words.view(f"S{NAME_BYTES}").reshape(-1)
-        return hashes[singles], names, times[singles]
+        _, firsts = np.unique(hashes[singles], return_index=True)
+        singles = singles[firsts]
+        words = values[singles, _FIELDS - 1 :]
+        if words.shape[1]:
+            names = words.astype(np.uint32).view(f"S{NAME_BYTES}").reshape(-1)
+        else:
+            names = np.zeros(len(singles), f"S{NAME_BYTES}")
+        return _SingleRows(
+            hashes=hashes[singles],
+            names=names,
+            times=times[singles],
+        )
+
+
+def _check(hashes: Hashes) -> Hashes:
+    """Return 32 bits for each hash, by which it is known again."""
+    return mix(hashes ^ _CHECK) >> _HALF
 
 
 class CountedRows:
@@ -174,7 +215,11 @@ class CountedRows:
         limit: rows of larger hashes are not in the sample; `ALL` where all rows are.
     """
 
-    def __init__(self, rows: NDArray[Any] | None = None, limit: int = ALL) -> None:
+    def __init__(
+        self,
+        rows: NDArray[Any] | None = None,
+        limit: int = ALL,
+    ) -> None:
         self.rows = np.zeros(0, ROW) if rows is None else rows
         self.limit = limit
 
@@ -184,27 +229,32 @@ class CountedRows:
 
     def add(self, rows: Rows, chosen: I64, digests: Hashes) -> None:
         """Add the chosen rows of a batch, with digests of their contents."""
-        other = CountedRows(np.zeros(len(chosen), ROW))
-        other.rows["hash"] = rows.hashes[chosen, 0]
-        other.rows["count"] = 1
-        other.rows["digest"] = digests
-        other.rows["name"] = rows.names[chosen]
-        self.merge(other)
+        counted = np.zeros(len(chosen), ROW)
+        counted["hash"] = rows.hashes[chosen, 0]
+        counted["count"] = 1
+        counted["digest"] = digests
+        counted["name"] = rows.names[chosen]
+        self.merge(CountedRows(counted))
 
     def merge(self, other: CountedRows) -> None:
         """Add what another sample holds.
 
         Above the smaller limit of both, counts are not exact and go.
         """
-        rows = np.concatenate([self.rows, other.rows])
         self.limit = min(self.limit, other.limit)
+        rows = np.concatenate([self.rows, other.rows])
         rows = rows[rows["hash"] <= np.uint64(self.limit)]
-        rows = rows[np.argsort(rows["hash"], kind="stable")]
-        starts = np.flatnonzero(np.diff(rows["hash"], prepend=~rows["hash"][:1]))
+        by_hash = np.argsort(rows["hash"], kind="stable")
+        rows = rows[by_hash]
+        hashes = rows["hash"]
+        steps = np.diff(hashes, prepend=~hashes[:1])
+        starts = np.flatnonzero(steps)
         self.rows = rows[starts]
         if len(starts) < len(rows):
-            digests = np.repeat(self.rows["digest"], np.diff(starts, append=len(rows)))
-            is_alike = (rows["digest"] == digests) & (digests != 0)
+            repeats = np.diff(starts, append=len(rows))
+            digests = np.repeat(self.rows["digest"], repeats)
+            is_alike = rows["digest"] == digests
+            is_alike &= digests != 0
             counts = rows["alike"] + 1
             counts[starts] -= 1  # the first time is like itself
             self.rows["alike"] = np.add.reduceat(is_alike * counts, starts)

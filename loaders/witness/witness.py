@@ -145,12 +145,18 @@ class Witness:
             data_axes = [axis for axis, name in enumerate(names) if name in DATA_AXES]
             model_axes = [axis for axis, name in enumerate(names) if name not in DATA_AXES]
             size = math.prod(groups.mesh.shape[axis] for axis in model_axes)
-            groups = groups.mesh.permute(*data_axes, *model_axes).reshape(-1, size).tolist()
+            mesh = groups.mesh.permute(*data_axes, *model_axes)
+            groups = mesh.reshape(-1, size).tolist()
         if groups is not None:
             groups = [[int(rank) for rank in group] for group in groups]
-            if sorted(itertools.chain(*groups)) != list(range(self._world)):
+            ranks = sorted(itertools.chain(*groups))
+            if ranks != list(range(self._world)):
                 raise ConfigError(f"groups={groups} must hold each of the {self._world} ranks once")
-        self._rules = rules._replace(tail=tail or rules.tail, content=content, groups=groups)
+        self._rules = rules._replace(
+            tail=tail or rules.tail,
+            content=content,
+            groups=groups,
+        )
         self._kind: str | None = None  # of ids, to which `_rules.expected` belongs
         self._previous: list[Epoch] = []
         self._is_resumed = False
@@ -231,7 +237,10 @@ class Witness:
         known after a resume.
         """
         state = self._epoch.state()
-        return encode_record(self._merge(self._gather(state)).state() if gather else state)
+        if gather:
+            states = self._gather(state)
+            state = self._merge(states).state()
+        return encode_record(state)
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Go on with the epoch of a state: the next iteration is its rest.
@@ -242,13 +251,17 @@ class Witness:
         states = [state] if isinstance(state, Mapping) else list(state)
         if not states:
             raise LedgerError("a list of a witness's states is empty")
-        merged = self._merge([decode_record(item, "a witness's state") for item in states]).state()
-        is_own = (merged.ranks, merged.world) == ([self._rank], self._world)
+        records = [decode_record(item, "a witness's state") for item in states]
+        merged = self._merge(records).state()
+        is_own = merged.ranks == [self._rank] and merged.world == self._world
         is_of_all = len(set(merged.ranks)) == merged.world
         # A batch over all ranks has as many rows as before.
-        largest_batch = -(-merged.largest_batch * merged.world // self._world)
+        global_batch = merged.largest_batch * merged.world
+        largest_batch = -(-global_batch // self._world)
         # The part before is counted by one rank: the one that saw it, or the first.
-        first = 0 if self._rules.groups is None else self._rules.groups[0][0]
+        first = 0
+        if self._rules.groups is not None:
+            first = self._rules.groups[0][0]
         is_counter = is_own or (is_of_all and self._rank == first)
         record = merged if is_counter else self._start(merged.epoch)
         record.ranks = [self._rank]
@@ -266,15 +279,22 @@ class Witness:
     def _merge(self, records: Sequence[Epoch]) -> Epoch:
         """Return one record of several ranks; of those that see the same rows the first counts."""
         records = sorted(records, key=lambda record: record.ranks)
-        groups = self._rules.groups if len(records) == self._world else None
-        firsts = range(len(records)) if groups is None else [group[0] for group in groups]
-        merged = merge_epochs([records[first] for first in firsts])
+        counted = records
+        groups = self._rules.groups
+        if groups is not None and len(records) == self._world:
+            counted = [records[group[0]] for group in groups]
+        merged = merge_epochs(counted)
         merged.ranks = [rank for record in records for rank in record.ranks]
         merged.batches = [count for record in records for count in record.batches]
         return merged
 
     def _start(self, epoch: int) -> Epoch:
-        return Epoch(epoch=epoch, ranks=[self._rank], world=self._world, batches=[0])
+        return Epoch(
+            epoch=epoch,
+            ranks=[self._rank],
+            world=self._world,
+            batches=[0],
+        )
 
     def _judge(self, records: Sequence[Epoch]) -> WitnessReport:
         kind = find_kind(records)
@@ -353,15 +373,20 @@ def read_records(folder: str | os.PathLike[str]) -> list[list[Epoch]]:
     for epoch, records in by_epoch.items():
         records.sort(key=lambda record: record.ranks)
         ranks = [rank for record in records for rank in record.ranks]
-        if len(ranks) != records[0].world or ranks != list(range(len(records))):
+        world = records[0].world
+        is_whole = len(ranks) == world and ranks == list(range(len(records)))
+        if not is_whole:
             raise LedgerError(
-                f"'{folder}' has records of ranks {ranks[:64]} of {records[0].world} for epoch "
+                f"'{folder}' has records of ranks {ranks[:64]} of {world} for epoch "
                 f"{epoch}; one of each rank is needed"
             )
     return [by_epoch[epoch] for epoch in sorted(by_epoch)]
 
 
-def compare_records(folder: str | os.PathLike[str], other: str | os.PathLike[str]) -> list[str]:
+def compare_records(
+    folder: str | os.PathLike[str],
+    other: str | os.PathLike[str],
+) -> list[str]:
     """Return a sentence for each epoch in which two runs differ: other rows, or at other steps.
 
     The number of ranks may differ, where it divides the global batch. Raises LedgerError.
@@ -376,7 +401,7 @@ def compare_records(folder: str | os.PathLike[str], other: str | os.PathLike[str
             lines.append(f"epoch {epoch}: only in '{other if run is None else folder}'")
             continue
         sides = itertools.zip_longest(run.steps, reference.steps, fillvalue=0)
-        places = [place for place, pair in enumerate(sides) if len(set(pair)) > 1]
+        places = [place for place, (first, second) in enumerate(sides) if first != second]
         if not places and run.rows == reference.rows:
             continue
         rows = "the same rows" if run.sums == reference.sums else "other rows"

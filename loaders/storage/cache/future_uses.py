@@ -33,6 +33,7 @@ MAX_HORIZON: Final = 1 << 22
 FOREIGN: Final = -1
 """Row of a use of another dataset."""
 _TIME_BITS: Final = 32
+_TIME_MASK: Final = (1 << _TIME_BITS) - 1
 _NUMBERS_KEPT: Final = 1 << 16
 
 
@@ -96,16 +97,17 @@ class FutureUses:
     def next_use(self, rows: I64, after: int) -> I64:
         """Time of each row's next use after time ``after``; NEVER where not within the horizon."""
         self._see(after)
+        num_keys = len(self._keys)
+        if not num_keys:
+            return np.full(len(rows), NEVER)
         # Keys are (row, time) in one integer, sorted: the next one at or above (row, after + 1) is
         # the answer.
-        places = np.searchsorted(self._keys, (rows << _TIME_BITS) | (after + 1 - self.base))
-        keys = (
-            self._keys[np.minimum(places, len(self._keys) - 1)]
-            if len(self._keys)
-            else np.full(len(rows), -1)
-        )
-        is_known = (places < len(self._keys)) & (keys >> _TIME_BITS == rows)
-        times: I64 = np.where(is_known, self.base + (keys & ((1 << _TIME_BITS) - 1)), NEVER)
+        earliest = (rows << _TIME_BITS) | (after + 1 - self.base)
+        places = np.searchsorted(self._keys, earliest)
+        keys = self._keys[np.minimum(places, num_keys - 1)]
+        is_known = (places < num_keys) & (keys >> _TIME_BITS == rows)
+        offsets = keys & _TIME_MASK
+        times: I64 = np.where(is_known, self.base + offsets, NEVER)
         return times
 
     def used(self, first: int, end: int) -> I64:
@@ -114,7 +116,9 @@ class FutureUses:
         """
         self._see(first)
         assert self._rows is not None
-        rows = self._rows[max(0, first - self.base) : max(0, end - self.base)]
+        start = max(0, first - self.base)
+        stop = max(0, end - self.base)
+        rows = self._rows[start:stop]
         rank_rows: I64 = rows[rows != FOREIGN]
         return rank_rows
 
@@ -144,7 +148,8 @@ class FutureUses:
             return
         self.base = max(0, now)
         self._rows = self._coming(self.base, self._horizon)
-        self._keys = np.sort((self._rows << _TIME_BITS) | np.arange(len(self._rows)))
+        times = np.arange(len(self._rows))
+        self._keys = np.sort((self._rows << _TIME_BITS) | times)
 
 
 def coming_rows(
@@ -163,13 +168,11 @@ def coming_rows(
 
     def coming(first: int, count: int, /) -> I64:
         step, skip = divmod(first, per_step)
-        places = walk.positions(step, -(-(skip + count) // per_step), ranks)
-        rows = np.concatenate(
-            [
-                np.empty(0, np.int64),
-                *(rows_of(epoch, positions) for epoch, positions in places),
-            ]
-        )
+        num_steps = -(-(skip + count) // per_step)
+        parts = [np.empty(0, np.int64)]
+        for epoch, positions in walk.positions(step, num_steps, ranks):
+            parts.append(rows_of(epoch, positions))
+        rows = np.concatenate(parts)
         return rows[skip : skip + count]
 
     return coming, per_step
@@ -203,14 +206,15 @@ def build_future_uses(
     """
     batching = walk.batching
     ranks = ranks_on_host(batching.world)
-    coming, uses_per_step = coming_rows(
-        rows_of, replace(walk, share=EVERY_STEP), ranks, per_position
-    )
-    begin = (batching.rows.start - batching.rows_of(ranks).start) * per_position
+    walk_of_all = replace(walk, share=EVERY_STEP)
+    coming, uses_per_step = coming_rows(rows_of, walk_of_all, ranks, per_position)
+    first_row = batching.rows_of(ranks).start
+    begin = (batching.rows.start - first_row) * per_position
     own_per_step = batching.rank_batch * per_position
 
     def time_of(k: int) -> int:
-        own_step, place = divmod(k if only is None else only.number_of(k), own_per_step)
+        number = k if only is None else only.number_of(k)
+        own_step, place = divmod(number, own_per_step)
         return walk.number(own_step) * uses_per_step + begin + place
 
     def own_rows(first: int, count: int, /) -> I64:
@@ -307,7 +311,8 @@ class FarthestFirst:
 
     def next_use(self, row: int) -> int:
         """Return when a row is used next."""
-        return int(self._future_uses.next_use(np.array([row]), self.now)[0])
+        times = self._future_uses.next_use(np.array([row]), self.now)
+        return int(times[0])
 
     def pop(self) -> tuple[int, int] | None:
         """Take out the resident with the farthest next use: (row, next use); None where no resident
@@ -316,7 +321,9 @@ class FarthestFirst:
         One that was both admitted and used may come twice.
         """
         while self._left or self._heap:
-            if not self._heap or (self._left and self._times[self._left - 1] >= -self._heap[0][0]):
+            heap_time = -self._heap[0][0] if self._heap else -1
+            is_in_stock = self._left > 0 and self._times[self._left - 1] >= heap_time
+            if is_in_stock:
                 self._left -= 1
                 stated = int(self._times[self._left])
                 row = int(self._rows[self._left])

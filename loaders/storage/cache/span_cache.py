@@ -284,7 +284,12 @@ class SpanCache:
                 policy.add(index, next_use)
             return True
 
-    def _make_room(self, policy: FarthestFirst, length: int, next_use: int) -> bool:
+    def _make_room(
+        self,
+        policy: FarthestFirst,
+        length: int,
+        next_use: int,
+    ) -> bool:
         """Evict samples used later than ``next_use`` until ``length`` bytes fit; all or none."""
         if next_use == NEVER:
             return False
@@ -295,7 +300,8 @@ class SpanCache:
             victim = policy.pop()
             if victim is None and not restocked:
                 restocked = True  # what other processes brought
-                policy.rebuild(np.setdiff1d(self.folder.held(), list(victims)), policy.now)
+                rows = np.setdiff1d(self.folder.held(), list(victims))
+                policy.rebuild(rows, policy.now)
                 continue
             if victim is not None and victim[0] in victims:
                 continue  # it may come twice, and frees its room but once
