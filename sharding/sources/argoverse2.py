@@ -183,7 +183,7 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
     """
 
     kind = "argoverse2"
-    settings = Argoverse2Settings
+    settings_type = Argoverse2Settings
     time_base = "vehicle_clock"
     ego_origin = "rear_axle"
     columns = {"location": str}  # noqa: RUF012 - a constant
@@ -196,14 +196,14 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
 
     @property
     def _cameras(self) -> tuple[str, ...]:
-        if self.given.stereo:
+        if self.settings.stereo:
             return (*RING, *STEREO)
         return RING
 
     @cached_property
     def maps(self) -> MapWindows | None:  # type: ignore[override]  # by the options
         """The vector maps of logs, with the option."""
-        if self.given.map:
+        if self.settings.map:
             return MapWindows(MAP_LAYERS, self._read_map)
         return None
 
@@ -257,7 +257,7 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
         name = f"{folder}/annotations.feather"
         boxes = None
         labelled = np.empty(0, np.int64)
-        if self.given.boxes and "annotations.feather" in self.files.listed(folder):
+        if self.settings.boxes and "annotations.feather" in self.files.listed(folder):
             labels = read_feather(self.files, name, _BOXES)
             where = f"table '{self.files.shown}/{name}'"
             unique_pairs(labels, ("timestamp_ns", "track_uuid"), where, "time and track")
@@ -271,7 +271,7 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
             )
             labelled = labels["timestamp_ns"]
             boxes = boxes_by_key(rows, labelled)
-        elif self.given.boxes and clip.split in ("train", "val"):
+        elif self.settings.boxes and clip.split in ("train", "val"):
             raise SourceError(
                 f"table '{self.files.shown}/{name}' is not there; boxes=false leaves boxes out"
             )
@@ -304,7 +304,7 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
 
     def _list_maps(self, folder: str) -> list[str]:
         """Return the log's vector map, if it is wanted and exists."""
-        names = names_in(self.files, folder, "map") if self.given.map else []
+        names = names_in(self.files, folder, "map") if self.settings.map else []
         return [f"map/{name}" for name in names if name.startswith("log_map_archive_")][:1]
 
     def _read_map(self, name: str) -> VectorMap:
@@ -387,7 +387,7 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
                     f"log '{self.files.shown}/{folder}' has images of {name}, but no row "
                     "for it in both tables of its calibration"
                 )
-            chosen = matched(stamps, times, self.given.match).tolist()
+            chosen = matched(stamps, times, self.settings.match).tolist()
             ordered = stamps.tolist()
             for frame_number, number in enumerate(chosen):
                 if number >= 0:

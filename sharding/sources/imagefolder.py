@@ -78,7 +78,7 @@ class ImageFolder(FrameSource[FrameSettings]):
         """Yield a clip for each image: nothing says that one follows another."""
         names = self.category_names()
         self._numbers = {name: number for number, name in enumerate(names)}
-        if self.given.classes != SOURCE:
+        if self.settings.classes != SOURCE:
             labels = self._classes().labels(names)
             self._numbers = dict(zip(names, labels.tolist(), strict=True))
         num_images = 0

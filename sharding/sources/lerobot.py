@@ -350,7 +350,7 @@ class LeRobot(VideoSource[VideoSettings]):
                 channels_found.append(value_channel(name))
             elif feature_info.scalar is None:
                 # At a lower rate of frames, states and actions keep their own.
-                make = series_channel if self.given.rate else value_channel
+                make = series_channel if self.settings.rate else value_channel
                 names = feature_info.names
                 if isinstance(names, dict):
                     names = next(iter(names.values()), None)

@@ -221,7 +221,7 @@ def options_of_texts(kind: str, pairs: Iterable[str]) -> dict[str, Any]:
     A list or a mapping is written as YAML has it in one line: ``[a, b]``, ``{a: b}``. Raises
     ConfigError.
     """
-    settings = _load(_find_entry(kind)).settings
+    settings = _load(_find_entry(kind)).settings_type
     types = {field.name: field.type for field in msgspec.structs.fields(settings)}
     values: dict[str, Any] = {}
     for pair in pairs:
@@ -283,7 +283,7 @@ def sources(kind: str | None = None) -> list[SourceKind]:
 
 def describe_kind(source: Any, kind: str, package: str) -> SourceKind:
     """Return what a source's class says of itself: its docstring, its facts and its settings."""
-    info = msgspec.inspect.type_info(source.settings)
+    info = msgspec.inspect.type_info(source.settings_type)
     assert isinstance(info, msgspec.inspect.StructType), "settings are a struct"
     options = []
     for field in info.fields:

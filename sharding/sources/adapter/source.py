@@ -122,7 +122,7 @@ class FrameSource(Generic[S]):
 
     Attributes:
         kind: the word in front of the location: ``KIND:PATH``.
-        settings: the options, a subclass of :class:`FrameSettings`.
+        settings_type: the type of the options, a subclass of :class:`FrameSettings`.
         requires: modules beyond Fuelrail's own dependencies, to what brings them to `pip install`.
         reads: "clip" where made images are slow to make unless a clip is read in order, as from
             video.
@@ -140,7 +140,7 @@ class FrameSource(Generic[S]):
         box_attributes: names that ``BoxRows.attribute`` counts.
         license: of the data, where the source states it.
 
-    ``self.given`` are the options, ``self.files`` the files below the root, ``self.file`` the name
+    ``self.settings`` are the options, ``self.files`` the files below the root, ``self.file`` the name
     of the one file that the location is, None for a folder or a URL. ``self.depth`` is how much of
     each image this scan looks at. ``self.stored`` is how the run stores images, where it makes them
     smaller: an adapter that decodes images itself makes them so, as `StoredJpeg`. What an adapter
@@ -148,7 +148,7 @@ class FrameSource(Generic[S]):
     """
 
     kind: str
-    settings: type[FrameSettings] = FrameSettings
+    settings_type: type[FrameSettings] = FrameSettings
     requires: ClassVar[Mapping[str, str]] = {}
     reads: Reads = "random"
     time_base: str = "unix"
@@ -164,12 +164,13 @@ class FrameSource(Generic[S]):
     depth: Depth = "head"
     stored: JpegForm | None = None
 
-    given: S
+    settings: S
 
     def __init__(self, location: str, options: dict[str, Any]) -> None:
         """Take the options and the root; reads nothing."""
-        settings_given = convert(options, self.settings, f"options of source {self.kind}")
-        self.given = msgspec.structs.replace(settings_given, classes=loaded(settings_given.classes))  # type: ignore[assignment]
+        settings = convert(options, self.settings_type, f"options of source {self.kind}")
+        classes = loaded(settings.classes)
+        self.settings = msgspec.structs.replace(settings, classes=classes)  # type: ignore[assignment]
         self.location = location
         self.noted = Counter[str]()
         path = Path(location.removeprefix("file://"))
@@ -230,7 +231,7 @@ class FrameSource(Generic[S]):
     def options(self) -> dict[str, Any]:
         """All options; a mapping file of classes as what it says."""
         # Stored options have no tuples.
-        values: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self.given))
+        values: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self.settings))
         return recorded(values)
 
     @property
@@ -244,10 +245,10 @@ class FrameSource(Generic[S]):
             return self._scan(out)
 
     def _classes(self) -> ClassMap:
-        return ClassMap(self.given.classes, self.category_names())
+        return ClassMap(self.settings.classes, self.category_names())
 
     def _scan(self, out: ScanWriter) -> ScanInfo:
-        options = self.given
+        options = self.settings
         self.depth = out.depth(options.check_images, options.damaged_image)
         policy = ImagePolicy(
             missing=options.missing_camera,
@@ -268,7 +269,7 @@ class FrameSource(Generic[S]):
             *([self.maps.channel] if self.maps is not None else ()),
         )
         # Of logs, `cameras` names topics besides.
-        names = self.given.cameras if isinstance(self.given.cameras, tuple) else ()
+        names = self.settings.cameras if isinstance(self.settings.cameras, tuple) else ()
         sensors, channels, left_out = _select_sensors(sensors, channels, names, self.files.shown)
         rows = ClipRows(
             out=out,
@@ -280,7 +281,7 @@ class FrameSource(Generic[S]):
             columns=columns,
             policy=policy,
             sync=self.sync,
-            points=self.given.points,
+            points=self.settings.points,
             has_poses=self.has_poses,
             is_unix=self.time_base == "unix",
             make_images=self.make_images,
@@ -300,7 +301,7 @@ class FrameSource(Generic[S]):
                     for frame in frames
                     for image in frame.images.values()
                 )
-                rows.add(clip, frames, self.poses(clip), self.given.rate)
+                rows.add(clip, frames, self.poses(clip), self.settings.rate)
             if clip.split and out.clips and out.clips[-1].clip_name == clip.name:
                 splits.setdefault(clip.split, []).append(clip.name)
         with findings.collecting("classes"):

@@ -74,7 +74,7 @@ class FuelrailSource:
     """Fuelrail datasets: a folder or a URL, or several, each on a line of its own."""
 
     kind = "fuelrail"
-    settings = FuelrailOptions
+    settings_type = FuelrailOptions
     requires: ClassVar[Mapping[str, str]] = {}
     reads: Reads = "random"
 

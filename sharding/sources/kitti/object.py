@@ -64,7 +64,7 @@ class KittiObject(FrameSource[KittiObjectSettings]):
     """
 
     kind = "kitti_object"
-    settings = KittiObjectSettings
+    settings_type = KittiObjectSettings
     time_base = "none"
     ego_origin = "imu"
     has_poses = False
@@ -77,13 +77,13 @@ class KittiObject(FrameSource[KittiObjectSettings]):
     @property
     def image_boxes(self) -> dict[str, str]:  # type: ignore[override]  # by the options
         """The left colour camera, with the option."""
-        if self.given.boxes2d:
+        if self.settings.boxes2d:
             return {"image_2": "bounds as labelled; row counts in boxes"}
         return {}
 
     @property
     def _cameras(self) -> tuple[str, ...]:
-        if self.given.right:
+        if self.settings.right:
             return tuple(_CAMERAS)
         return ("image_2",)
 
@@ -109,7 +109,7 @@ class KittiObject(FrameSource[KittiObjectSettings]):
                 labels = (f"{prefix}label_2/{stem}.txt",) if has["label_2"] else ()
                 scan = (
                     (f"{prefix}velodyne/{stem}.bin",)
-                    if f"{stem}.bin" in scans and self.given.points
+                    if f"{stem}.bin" in scans and self.settings.points
                     else ()
                 )
                 yield Clip(

@@ -127,7 +127,7 @@ class Kitti(FrameSource[KittiSettings]):
     """
 
     kind = "kitti"
-    settings = KittiSettings
+    settings_type = KittiSettings
     time_base = "local_time"
     ego_origin = "imu"
     license = "CC BY-NC-SA 3.0"
@@ -138,7 +138,7 @@ class Kitti(FrameSource[KittiSettings]):
 
     @property
     def _cameras(self) -> tuple[str, ...]:
-        if self.given.gray:
+        if self.settings.gray:
             return (*COLOUR, *GRAY)
         return COLOUR
 
@@ -314,7 +314,7 @@ class Kitti(FrameSource[KittiSettings]):
             self.noted["frames without a time of their own, which have a camera's"] += num_replaced
         boxes = self._read_tracklets(folder, invert_rigid(lidar2ego))
         members: list[list[Reference]] = [[] for _ in numbers]
-        if self.given.oxts:
+        if self.settings.oxts:
             members = signals(CAN, *self._oxts_of(folder), reference[numbers].tolist())
         for index, number in enumerate(numbers):
             images: dict[str, Image | Absent] = {}
@@ -343,7 +343,7 @@ class Kitti(FrameSource[KittiSettings]):
     @property
     def channels(self) -> tuple[Channel, ...]:  # type: ignore[override]  # by the options
         """The channels of oxts, with the option."""
-        if self.given.oxts:
+        if self.settings.oxts:
             return (CAN,)
         return ()
 

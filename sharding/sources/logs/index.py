@@ -100,7 +100,7 @@ class LogIndex:
     """
 
     def __init__(self, name: str, files: Sequence[LogFile], topics: LogTopics) -> None:
-        options = topics.given
+        options = topics.settings
         self.name = name
         self._clock = options.clock
         self._max_gap_ns = options.max_gap_s * 1e9

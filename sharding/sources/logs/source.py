@@ -94,7 +94,7 @@ class LogSource(FrameSource[LogSettings]):
     """
 
     kind = "mcap"
-    settings = LogSettings
+    settings_type = LogSettings
     requires: ClassVar = {
         "mcap": "fuelrail[ros]",
         "rosbags": "fuelrail[ros]",
@@ -105,16 +105,16 @@ class LogSource(FrameSource[LogSettings]):
     def __init__(self, location: str, options: dict[str, Any]) -> None:
         """Take the options and the root; reads nothing."""
         super().__init__(location, options)
-        self.has_poses = self.given.poses != "none"
-        self.given.check_libraries()
+        self.has_poses = self.settings.poses != "none"
+        self.settings.check_libraries()
         self.recordings = Recordings(
             self.files,
             self.file,
             self.suffixes,
-            skip_damaged=self.given.damaged == "skip",
-            check_all=self.given.checksums,
+            skip_damaged=self.settings.damaged == "skip",
+            check_all=self.settings.checksums,
         )
-        self.topics = LogTopics(self.recordings, self.given)
+        self.topics = LogTopics(self.recordings, self.settings)
         self._index: LogIndex | None = None
         self._cuts: dict[str, tuple[str, I64]] = {}
         self._videos: dict[tuple[str, str], tuple[int, int]] = {}
@@ -148,13 +148,14 @@ class LogSource(FrameSource[LogSettings]):
             "unix" if self._is_unix(self._open_index(self.recordings.logs[0][0])) else "boot"
         )
         self.image_boxes = {
-            channel: f"of topic {topic}; row is -1" for channel, topic in self.given.boxes2d.items()
+            channel: f"of topic {topic}; row is -1"
+            for channel, topic in self.settings.boxes2d.items()
         }
         return Sensors.from_names(self.topics.cameras, dict.fromkeys(self.topics.lidars, COLUMNS))
 
     def clips(self) -> Iterator[Clip]:
         """Yield the parts of each log: cut at gaps of the reference, and after ``clip_seconds``."""
-        settings = self.given
+        settings = self.settings
         reference = self.topics.reference
         self.noted.update(self.recordings.noted)
         for name, files in self.recordings.logs:
@@ -191,7 +192,7 @@ class LogSource(FrameSource[LogSettings]):
 
     def poses(self, clip: Clip) -> Trajectory | None:
         """Return the poses of the log's transforms, or of the Odometry topic."""
-        settings = self.given
+        settings = self.settings
         index = self._open_index(clip.log_id)
         if not self.has_poses:
             return None
@@ -219,7 +220,7 @@ class LogSource(FrameSource[LogSettings]):
     def frames(self, clip: Clip) -> Iterator[Frame]:
         """Yield a frame for each remaining message of the reference."""
         log, times = self._cuts[clip.name]
-        poses = self.poses(clip) if self.given.radars else None
+        poses = self.poses(clip) if self.settings.radars else None
         return FrameMaker(self._open_index(log), self.topics, self.noted, poses).frames(times)
 
     def points(self, ref: str) -> F32:
@@ -306,7 +307,7 @@ class LogSource(FrameSource[LogSettings]):
         return LogMembers(
             self.recordings,
             self.topics,
-            self.stored or JpegForm(self.given.video_quality),
+            self.stored or JpegForm(self.settings.video_quality),
         )
 
 

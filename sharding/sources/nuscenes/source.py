@@ -299,7 +299,7 @@ class NuScenesSource(TableSource[NuScenesOptions]):
     """
 
     kind = "nuscenes"
-    settings = NuScenesOptions
+    settings_type = NuScenesOptions
     sync = "keyframe"
     columns = _COLUMNS
     _keyframes: Keyframes
@@ -308,8 +308,8 @@ class NuScenesSource(TableSource[NuScenesOptions]):
 
     def __init__(self, location: str, options: dict[str, Any]) -> None:
         super().__init__(location, options)
-        self._can = CanBus(has_series=self.given.series)
-        if "map" in self.given.channels:
+        self._can = CanBus(has_series=self.settings.series)
+        if "map" in self.settings.channels:
             self.maps = MapWindows(LAYERS, lambda file: parse_map(self.files.read(file), file))
 
     @property
@@ -317,7 +317,7 @@ class NuScenesSource(TableSource[NuScenesOptions]):
         """Columns of attributes; classes of the source's own are not known before the tables are
         read: no counts.
         """
-        names = ClassMap(self.given.classes, ()).names
+        names = ClassMap(self.settings.classes, ()).names
         types = attribute_types(names, self.columns)
         return {name: types[name] for name in (*_ATTRIBUTES, *map(count_column, names))}
 
@@ -328,8 +328,8 @@ class NuScenesSource(TableSource[NuScenesOptions]):
 
     def scan(self, out: ScanWriter) -> ScanInfo:
         """Read the tables, look at every file's size, write one row for each sample."""
-        settings = self.given
-        cut = Cut(is_on=self.given.dangling_links == "cut", remedy=_CUT)
+        settings = self.settings
+        cut = Cut(is_on=self.settings.dangling_links == "cut", remedy=_CUT)
         with self.files.scanning():
             tables = Tables(self.files, self._version())
             tables.check()
@@ -416,7 +416,7 @@ class NuScenesSource(TableSource[NuScenesOptions]):
         annotations = self._annotations
         is_labelled = len(annotations) > 0
         make: dict[GroupName, Callable[[], Group]] = {
-            "radar": lambda: Radars(tables, disk, keyframes, self.given.radar_sweeps),
+            "radar": lambda: Radars(tables, disk, keyframes, self.settings.radar_sweeps),
             "can": lambda: self._can,
             "boxes2d": lambda: Stated(image_box_channels(keyframes.cameras if is_labelled else ())),
             "tokens": lambda: Stated((TOKENS,) if is_labelled else ()),
@@ -425,10 +425,10 @@ class NuScenesSource(TableSource[NuScenesOptions]):
         }
         if self.maps is not None:
             make["map"] = partial(Maps, self.maps)
-        return {name: make[name]() for name in make if name in self.given.channels}
+        return {name: make[name]() for name in make if name in self.settings.channels}
 
     def _classes(self) -> ClassMap:
-        option = CATEGORIES if self.given.classes == NUSCENES10 else self.given.classes
+        option = CATEGORIES if self.settings.classes == NUSCENES10 else self.settings.classes
         return ClassMap(option, self._annotations.categories)
 
     def sensors(self) -> Sensors:
@@ -449,7 +449,7 @@ class NuScenesSource(TableSource[NuScenesOptions]):
             scene = scenes[row]
             log = logs[joined["scene"].links["log_token"][row]]
             # Samples in the order of time are the scene's next links, and nbr_samples of them.
-            is_cut = self.given.dangling_links == "cut"
+            is_cut = self.settings.dangling_links == "cut"
             table = self._keyframes.joined["sample"]
             if len(samples) != scene.nbr_samples and not is_cut:
                 raise SourceError(
@@ -505,7 +505,7 @@ class NuScenesSource(TableSource[NuScenesOptions]):
         """
         assert isinstance(clip, _SceneClip), "it is of this source"
         keyframes = self._keyframes
-        channel_groups = self.given.channels
+        channel_groups = self.settings.channels
         rows = keyframes.scene_rows(clip.samples)
         cameras = [name.lower() for name in keyframes.cameras]
         # A test split has no annotations.
@@ -567,7 +567,7 @@ class NuScenesSource(TableSource[NuScenesOptions]):
 
     def _version(self) -> str:
         """Name of the tables' folder."""
-        version = self.given.version
+        version = self.settings.version
         root = self.files.shown
         if version is None:
             folders = self.files.folders_with("sample.json")

@@ -140,14 +140,14 @@ class T4(TableSource[T4Settings]):
     """
 
     kind = "t4"
-    settings = T4Settings
+    settings_type = T4Settings
     _folder: str | os.PathLike[str]
 
     def __init__(self, location: str, options: dict[str, Any]) -> None:
         super().__init__(location, options)
         read_map = partial(_read_map, self.files, self.noted)
-        self.maps = MapWindows(lanelet2.MAP_LAYERS, read_map) if self.given.map else None
-        self._state_channel = vehicle_state.state_channel(series=self.given.series)
+        self.maps = MapWindows(lanelet2.MAP_LAYERS, read_map) if self.settings.map else None
+        self._state_channel = vehicle_state.state_channel(series=self.settings.series)
 
     def scan(self, out: ScanWriter) -> ScanInfo:
         """Write a row for each frame that is kept; columns of the tables are on the disk of the
@@ -215,10 +215,10 @@ class T4(TableSource[T4Settings]):
             )
         self.box_attributes = list(attributes)
         self.image_boxes = (
-            {name.lower(): _BOXES2D for name in cameras} if self.given.boxes2d else {}
+            {name.lower(): _BOXES2D for name in cameras} if self.settings.boxes2d else {}
         )
-        self.channels = tuple(map(radar_channel, sorted(radars))) if self.given.radars else ()
-        self.channels += (self._state_channel,) if self.given.vehicle_state else ()
+        self.channels = tuple(map(radar_channel, sorted(radars))) if self.settings.radars else ()
+        self.channels += (self._state_channel,) if self.settings.vehicle_state else ()
         return Sensors.from_names(
             in_rig_order(cameras), dict.fromkeys(sorted(lidars), POINT_COLUMNS)
         )
@@ -237,12 +237,12 @@ class T4(TableSource[T4Settings]):
             log = joined["log"].records[int(joined["scene"].links["log_token"][0])]
             (scene,) = scenes
             maps: list[str] = []
-            if self.given.map:
+            if self.settings.map:
                 map_folder, _, map_name = lanelet2.FILE.partition("/")
                 if map_name in _list_inside(self.files, f"{dataset}{map_folder}"):
                     maps = [f"{dataset}{lanelet2.FILE}"]
             series = {}
-            if self.given.vehicle_state and self.given.series:
+            if self.settings.vehicle_state and self.settings.series:
                 series[self._state_channel.name] = signal_series(*self._read_states(dataset))
             yield Clip(
                 name=dataset.partition("/")[0] or scene.name,
@@ -266,7 +266,7 @@ class T4(TableSource[T4Settings]):
             keyframes = Keyframes(joined, disk, None, dataset, stay=False)
             # Annotations in images with their categories, by row of `sample_data`.
             in_images: dict[str, list[tuple[_ImageAnnotation, str]]] = {}
-            if self.given.boxes2d:
+            if self.settings.boxes2d:
                 category = joined["category"]
                 records = self._tables(dataset).all("object_ann", _ImageAnnotation)
                 links = [record.category_token for record in records]
@@ -291,7 +291,7 @@ class T4(TableSource[T4Settings]):
         for token, timestamp_us in zip(rows.tokens, rows.timestamp_us, strict=True):
             check_time(timestamp_us, token)
         states: list[list[Reference]] = [[] for _ in rows.timestamp_us]
-        if self.given.vehicle_state and not self.given.series:
+        if self.settings.vehicle_state and not self.settings.series:
             times_ns = [timestamp_us * NS_PER_US for timestamp_us in rows.timestamp_us]
             states = signals(self._state_channel, *self._read_states(dataset), times_ns)
         for number, own_boxes in enumerate(boxes):
@@ -302,7 +302,7 @@ class T4(TableSource[T4Settings]):
             boxes2d: dict[str, ImageBoxRows] = {}
             for channel, image in rows.images[number].items():
                 images[channel] = Absent(NOT_VALID) if image.absent else image
-                if self.given.boxes2d and not image.absent:
+                if self.settings.boxes2d and not image.absent:
                     stated = in_images.get(image.token, [])
                     row_of = {track: row for row, track in enumerate(own_boxes.track or ())}
                     boxes2d[channel] = ImageBoxRows(
@@ -317,7 +317,7 @@ class T4(TableSource[T4Settings]):
                 if not sweep.absent
             }
             members: list[Reference | FileMember] = [*states[number]]
-            if self.given.radars:
+            if self.settings.radars:
                 members += self._iter_radars(rows, number)
             if windows is not None and ego2global is not None:
                 members.append(windows.make_window(dataset, ego2global))

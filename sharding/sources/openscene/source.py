@@ -87,7 +87,7 @@ class OpenScene(FrameSource[OpenSceneSettings]):
     """
 
     kind = "openscene"
-    settings = OpenSceneSettings
+    settings_type = OpenSceneSettings
     ego_origin = "rear_axle"
     license = "CC BY-NC-SA 4.0"
     columns: Mapping[str, type] = {
@@ -139,15 +139,15 @@ class OpenScene(FrameSource[OpenSceneSettings]):
         names = self.files.listed()
         folder = next((name for name in _LOGS if name in names), "")
         parts = self.files.folders(folder) if folder else []
-        if self.given.part:
-            if self.given.part not in parts:
+        if self.settings.part:
+            if self.settings.part not in parts:
                 raise SourceError(
                     f"'{self.files.shown}' has no logs of part "
-                    f"'{shortened(self.given.part)}'; it has: "
+                    f"'{shortened(self.settings.part)}'; it has: "
                     f"{', '.join(map(shortened, parts)) or 'none'} (folders in "
                     f"{' or '.join(_LOGS)})"
                 )
-            parts = [self.given.part]
+            parts = [self.settings.part]
         for part in parts:
             for name in self.files.listed(f"{folder}/{part}"):
                 if name.endswith(".pkl"):

@@ -256,28 +256,28 @@ class Manifest(FrameSource[ManifestSettings]):
     """
 
     kind = "manifest"
-    settings = ManifestSettings
+    settings_type = ManifestSettings
     leaves_out = False
     """Whether columns of values that can be no channel are left out, and counted, not refused."""
 
     def __init__(self, location: str, options: dict[str, Any]) -> None:
         super().__init__(location, options)
-        self.given.check_libraries()
-        self.time_base = self.given.time_base
-        self.ego_origin = self.given.ego_origin
+        self.settings.check_libraries()
+        self.time_base = self.settings.time_base
+        self.ego_origin = self.settings.ego_origin
         self._is_unix = self.time_base == "unix"
         self._table_files = self.files
         folder = (
             location if self.file is None else str(Path(location.removeprefix("file://")).parent)
         )
-        if self.given.root:
-            self.files = source_files(self.given.root)
-        only_keyframes = self.given.frames == "keyframes"
+        if self.settings.root:
+            self.files = source_files(self.settings.root)
+        only_keyframes = self.settings.frames == "keyframes"
         self._paths = Paths(
             self.files,
-            self.given.root or folder,
+            self.settings.root or folder,
             only_keyframes=only_keyframes,
-            ignore_zeros=self.given.ignore_zeros,
+            ignore_zeros=self.settings.ignore_zeros,
         )
         self._tables: dict[str, Table] = {}
         self._values: list[str] = []
@@ -348,7 +348,7 @@ class Manifest(FrameSource[ManifestSettings]):
 
     def make_images(self, refs: Sequence[str]) -> Iterator[tuple[str, Buffer]]:
         """Decode frames of video, each once."""
-        return self._paths.videos.jpegs(refs, self.stored or JpegForm(self.given.video_quality))
+        return self._paths.videos.jpegs(refs, self.stored or JpegForm(self.settings.video_quality))
 
     @property
     def attribute_types(self) -> dict[str, type]:
@@ -379,13 +379,13 @@ class Manifest(FrameSource[ManifestSettings]):
                     self._tables["boxes"].schema.names,
                 )
             if "calibration" in self._tables:
-                axes_option = self.given.camera_axes
+                axes_option = self.settings.camera_axes
                 axes = (
                     {"": axes_option}
                     if isinstance(axes_option, str)
                     else {"": "optical", **axes_option}
                 )
-                corner = self.given.pixel_origin == "corner"
+                corner = self.settings.pixel_origin == "corner"
                 self._calibrations = CalibrationTable(
                     self._tables["calibration"],
                     axes,
@@ -507,7 +507,7 @@ class Manifest(FrameSource[ManifestSettings]):
                     f"sensor '{name}': names have letters, digits and _, each once, upper "
                     "or lower case"
                 )
-        return Sensors.from_names(cameras, dict.fromkeys(lidars, self.given.lidar_columns))
+        return Sensors.from_names(cameras, dict.fromkeys(lidars, self.settings.lidar_columns))
 
     def clips(self) -> Iterator[Clip]:
         """Yield the clips in the order of the first table."""
@@ -558,7 +558,7 @@ class Manifest(FrameSource[ManifestSettings]):
             times[order],
             matrices[order],
             rows.table,
-            max_gap_s=self.given.max_gap_s,
+            max_gap_s=self.settings.max_gap_s,
         )
 
     def frames(self, clip: Clip) -> Iterable[Frame]:
@@ -581,7 +581,7 @@ class Manifest(FrameSource[ManifestSettings]):
             )
         if rows is None:
             assert sensors is not None, "there is one of the two"
-            times = sensors.reference_times(self.given.reference)
+            times = sensors.reference_times(self.settings.reference)
             order = np.arange(len(times))
         else:
             times = _read_times(rows, is_unix=self._is_unix)
@@ -609,7 +609,7 @@ class Manifest(FrameSource[ManifestSettings]):
                         sweeps[row][name.lower()] = sweep
         if sensors is not None:
             into = [(images[row], sweeps[row]) for row in order.tolist()]
-            sensors.add(times[order], self.given.tolerance_ms, into)
+            sensors.add(times[order], self.settings.tolerance_ms, into)
         stated = (
             [None] * len(times) if rows is None else shared(rows.poses("ego2global"), len(times))
         )
@@ -619,7 +619,7 @@ class Manifest(FrameSource[ManifestSettings]):
             None if table is None else table.rows(clip.name),
             times,
             order,
-            in_global=self.given.boxes_in == "global",
+            in_global=self.settings.boxes_in == "global",
             is_unix=self._is_unix,
         )
         attributes: dict[str, list[Any]] = {}
@@ -652,13 +652,13 @@ class Manifest(FrameSource[ManifestSettings]):
         """
         _, name, _ = prefix.split(".")
         is_camera = prefix.startswith("cam.")
-        axes_option = self.given.camera_axes
+        axes_option = self.settings.camera_axes
         axes = axes_option if isinstance(axes_option, str) else axes_option.get(name, "optical")
         calibrations = read_calibration(
             rows,
             prefix,
             "cam2ego" if is_camera else "lidar2ego",
-            is_corner=self.given.pixel_origin == "corner",
+            is_corner=self.settings.pixel_origin == "corner",
             is_flu=is_camera and axes == "flu",
         )
         fallback = None if self._calibrations is None else self._calibrations.find(clip.name, name)
@@ -670,7 +670,7 @@ class Manifest(FrameSource[ManifestSettings]):
         """Read a lidar file, or a range of a file."""
         return parse_points(
             Part.parse(ref).read(self.files),
-            self.given.lidar_columns,
+            self.settings.lidar_columns,
             f"lidar '{self.files.shown}/{ref}'",
         )
 

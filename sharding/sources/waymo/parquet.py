@@ -113,7 +113,7 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
     """
 
     kind = "waymo_v2"
-    settings = WaymoSettings
+    settings_type = WaymoSettings
     reads = "clip"
 
     def sensors(self) -> Sensors:
@@ -142,7 +142,7 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
                     more = [
                         part for part in _OPTIONAL if name in names_in(self.files, folder, part)
                     ]
-                    if self.given.points and name in names_in(self.files, folder, _LIDAR[0]):
+                    if self.settings.points and name in names_in(self.files, folder, _LIDAR[0]):
                         more += _LIDAR
                     files = tuple(f"{prefix}{part}/{name}" for part in (*_REQUIRED, *more))
                     yield Clip(
@@ -167,7 +167,7 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
         boxes = self._read_boxes(files)
         boxes2d = (
             self._read_boxes2d(files["camera_box"])
-            if self.given.boxes2d and "camera_box" in files
+            if self.settings.boxes2d and "camera_box" in files
             else None
         )
         name = files.get("stats")
@@ -362,7 +362,7 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
         kinds_and_points = zip(rows[kind].tolist(), rows[points].tolist(), strict=True)
         facts = dict(zip(pairs, kinds_and_points, strict=True))
         boxes = stacked(rows, box_columns)
-        if self.given.boxes == "camera_synced":
+        if self.settings.boxes == "camera_synced":
             if "lidar_camera_synced_box" not in files:
                 raise SourceError(
                     "the component lidar_camera_synced_box is not there, "
