@@ -181,14 +181,24 @@ def run_reshard(args: argparse.Namespace) -> int:
             raise append_refuses("--append", refused[0])
         return _run_with_progress(
             args,
-            lambda progress: reshard(args.datasets, args.out, append=True, progress=progress),
+            lambda progress: reshard(
+                args.datasets,
+                args.out,
+                append=True,
+                progress=progress,
+            ),
         )
     selection = from_flags(args, FuelrailOptions)
     options = _shared_options(args)
     options |= {"points": selection.points, "cameras": selection.cameras}
     return _run_with_progress(
         args,
-        lambda progress: reshard(args.datasets, args.out, progress=progress, **options),
+        lambda progress: reshard(
+            args.datasets,
+            args.out,
+            progress=progress,
+            **options,
+        ),
     )
 
 

@@ -328,7 +328,12 @@ def forget(
         recipe = Recipe(source="forget", source_options={"names": digest})
         if started is not None and started.recipe.source != "forget":
             check_same_recipe(out.shown, started.recipe, recipe)
-        report = _load_finished_report(file, listed, outs, is_started=started is not None)
+        report = _load_finished_report(
+            file,
+            names=listed,
+            outs=outs,
+            is_started=started is not None,
+        )
         if report is None or (
             started is None and _find_rows(open_dataset(out.root), listed)[0].size
         ):
@@ -407,7 +412,14 @@ def _delete_all(parts: Sequence[_Part], names: list[str], caches: Sequence[Path]
     samples = []
     for row in map(base.index.row, parts[0].rows.tolist()):
         members = {entry.name: f"{entry.xxh3:016x}" for entry in row.members}
-        samples.append(DeletedSample(row.key, row.clip_id, f"{row.xxh3:016x}", members))
+        samples.append(
+            DeletedSample(
+                key=row.key,
+                clip_id=row.clip_id,
+                xxh3=f"{row.xxh3:016x}",
+                members=members,
+            )
+        )
     noted = _read_note(parts[0].out)
     removed = [str(folder) for folder in caches if folder.is_dir() or str(folder) in noted.caches]
     _write_note(parts[0].out, msgspec.structs.replace(noted, caches=removed))
@@ -625,7 +637,13 @@ def _make_next(part: _Part, base: _Part, keys: frozenset[str]) -> None:
         out,
         msgspec.structs.replace(_read_note(out), linked=linked, num_cut=len(held)),
     )
-    _write_version(part, base=base, hit=hit, keys=keys, out=next_version)
+    _write_version(
+        part,
+        base=base,
+        hit=hit,
+        keys=keys,
+        out=next_version,
+    )
 
 
 def _take_place(part: _Part) -> None:
@@ -812,7 +830,13 @@ def _write_shards(
             )
             rows = packed.rows
         elif name != old.name:
-            bring_shard(source, old, out, new, was_finished=False)
+            bring_shard(
+                source,
+                old=old,
+                out=out,
+                new=new,
+                was_finished=False,
+            )
         yield from (row._replace(shard=len(entries)) for row in rows)
         entries.append(new)
         first += len(shard_rows)
@@ -846,7 +870,14 @@ def _repack_shard(
             shard.seek(row.offset)
             span = shard.read(row.length)
             check_span(row, span, old)
-            raw: dict[str, Buffer] = {**read_members(row, span, old, dictionary=source.dictionary)}
+            raw: dict[str, Buffer] = {
+                **read_members(
+                    row,
+                    span=span,
+                    shard=old,
+                    dictionary=source.dictionary,
+                )
+            }
             if META in raw:
                 meta = decode_meta(raw[META])
                 named = {

@@ -122,7 +122,12 @@ def as_it_was(
         if report.folders and report.order is not None:
             folder = report.folders[0]
             names = [(sample.key, sample.clip_id) for sample in report.samples]
-            deletion = _Deletion(file, folder.before, names, report.order)
+            deletion = _Deletion(
+                file=file,
+                before=folder.before,
+                names=names,
+                inputs=report.order,
+            )
             deletions.setdefault(folder.after, deletion)
     chain = _chain_between(dataset, fingerprint, deletions)
     if chain:
@@ -151,7 +156,12 @@ def layer_as_it_was(
             for folder in report.folders[1:]:
                 if folder.order is not None:
                     names = [(key, clips.get(key, "")) for key in folder.keys]
-                    deletion = _Deletion(file, folder.before, names, folder.order)
+                    deletion = _Deletion(
+                        file=file,
+                        before=folder.before,
+                        names=names,
+                        inputs=folder.order,
+                    )
                     deletions.setdefault(folder.after, deletion)
     chain = _chain_between(data, fingerprint, deletions)
     if not chain:
@@ -161,7 +171,12 @@ def layer_as_it_was(
     rows = pc.index_in(base.index.texts("key"), value_set=keys)
     rows_of_base = np.asarray(pc.fill_null(rows, NO_ROW).to_numpy(), np.int64)
     manifest = msgspec.structs.replace(earlier.manifest, base=BaseEntry.from_dataset(base))
-    return Layer(name, replace(earlier, manifest=manifest), rows_of_base, missing)
+    return Layer(
+        name=name,
+        data=replace(earlier, manifest=manifest),
+        rows=rows_of_base,
+        missing=missing,
+    )
 
 
 def _read_receipts(
@@ -267,10 +282,20 @@ def _rebuild_tables(
         for number in order.tolist():
             yield (dataset.index.row(number) if number >= 0 else deleted[-1 - number])
 
-    write_index(folder, dataset.index.names, dataset.index.codecs, rows_as_they_were())
+    write_index(
+        folder,
+        names=dataset.index.names,
+        codecs=dataset.index.codecs,
+        rows=rows_as_they_were(),
+    )
     if dataset.attributes_file().exists:
         write_attributes(folder, _rebuild_attributes(dataset, order, attributes))
-    splits, entries = _rebuild_splits(dataset, order, oldest.inputs.splits, oldest.file)
+    splits, entries = _rebuild_splits(
+        dataset,
+        order=order,
+        cut=oldest.inputs.splits,
+        file=oldest.file,
+    )
     dictionary = [file for file in dataset.manifest.files if file.name == DICTIONARY_FILE]
     manifest = msgspec.structs.replace(
         dataset.manifest,

@@ -222,7 +222,12 @@ def shard(
                 clips_by_split=planned.clips_by_split,
             )
         work.remove()
-    return Outcome(manifest, num_written, num_shards - num_written, info.report)
+    return Outcome(
+        manifest=manifest,
+        num_written=num_written,
+        num_kept=num_shards - num_written,
+        report=info.report,
+    )
 
 
 def repair(
@@ -360,7 +365,12 @@ def _plan_dataset(
     share = stored_share(recipe.images, first) * (
         uncompressed_share(first) if recipe.layout == "none" else 1.0
     )
-    clips_by_split = assign_splits(info.clips, recipe, info.splits, np.unique(clip).tolist())
+    clips_by_split = assign_splits(
+        info.clips,
+        recipe=recipe,
+        own_splits=info.splits,
+        present=np.unique(clip).tolist(),
+    )
     plan = make_plan(
         rows,
         clip=clip,
@@ -390,7 +400,12 @@ def _plan_dataset(
     first_rows = [planned.first_sample for planned in plan.shards]
     shard_bytes = np.add.reduceat(table.numbers("size_bytes")[plan.rows], first_rows) * share
     state = msgspec.structs.replace(state, shards=plan.shards)
-    return _Planned(plan, clips_by_split, shard_bytes, state)
+    return _Planned(
+        plan=plan,
+        clips_by_split=clips_by_split,
+        shard_bytes=shard_bytes,
+        state=state,
+    )
 
 
 def _start_run(

@@ -274,7 +274,13 @@ def _read_raw(source: Dataset, number: int, names: Sequence[str]) -> dict[str, m
         shard.seek(row.offset)
         span = shard.read(row.length)
     check_span(row, span, path.name)
-    return read_members(row, span, path.name, names, dictionary=source.dictionary)
+    return read_members(
+        row,
+        span=span,
+        shard=path.name,
+        fields_wanted=names,
+        dictionary=source.dictionary,
+    )
 
 
 def _find_spans(times_ns: I64, is_deleted: Mask) -> Spans:

@@ -107,7 +107,13 @@ def record(world: SynthOptions, root: Path, capture: Capture) -> tuple[Capture, 
                 colorspace="RGB",
                 colorsubsampling="420",
             )
-            name = filename(world, clip, camera.channel, exposure_us, is_key_frame=True)
+            name = filename(
+                world,
+                clip=clip,
+                channel=camera.channel,
+                timestamp_us=exposure_us,
+                is_key_frame=True,
+            )
             (root / name).write_bytes(encoded)
     points = cast(clip, solids, capture.timestamp_us)
     name = filename(

@@ -386,7 +386,12 @@ def _place_roadworks(draw: np.random.Generator, along: float) -> Iterator[Actor]
             lane - side * 2.1,
         )
     for step in range(3):
-        yield _make_actor(draw, "movable_object.barrier", along - 7.0 - 1.2 * step, lane)
+        yield _make_actor(
+            draw,
+            category="movable_object.barrier",
+            along=along - 7.0 - 1.2 * step,
+            lateral=lane,
+        )
     for step in range(2):
         category = "human.pedestrian.construction_worker"
         facing = draw.uniform(-3.0, 3.0)

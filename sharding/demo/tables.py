@@ -163,7 +163,13 @@ def make_tables(
             rows.append({"token": sample, "timestamp": time, "scene_token": scene})
         tables["sample"] += _chain_rows(rows)
         for sensor in (*clip.rig.cameras, clip.rig.lidar):
-            _add_sensor_data(world, clip=clip, sensor=sensor, tokens=tokens, tables=tables)
+            _add_sensor_data(
+                world,
+                clip=clip,
+                sensor=sensor,
+                tokens=tokens,
+                tables=tables,
+            )
         clip_sightings = [sightings[clip.index, frame] for frame in range(world.frames)]
         _annotate_actors(
             clip,

@@ -307,9 +307,23 @@ def captures(world: SynthOptions, clip: SynthClip) -> list[Capture]:
         clip.start_us + KEYFRAME_US * frame + (int(jitter[frame]) if frame else 0)
         for frame in range(world.frames)
     ]
-    captures_made = [Capture(clip.index, 0, keys[0], is_key_frame=True)]
+    captures_made = [
+        Capture(
+            clip=clip.index,
+            frame=0,
+            timestamp_us=keys[0],
+            is_key_frame=True,
+        )
+    ]
     for frame, (before, key) in enumerate(pairwise(keys), 1):
         for step in range(1, world.lidar_sweeps + 2):
             time = before + (key - before) * step // (world.lidar_sweeps + 1)
-            captures_made.append(Capture(clip.index, frame, time, is_key_frame=time == key))
+            captures_made.append(
+                Capture(
+                    clip=clip.index,
+                    frame=frame,
+                    timestamp_us=time,
+                    is_key_frame=time == key,
+                )
+            )
     return captures_made

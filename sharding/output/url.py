@@ -81,7 +81,12 @@ class UrlOutput:
         """Yield a multipart upload and complete it at the end; put what fits into one part at
         once.
         """
-        file = self.fs.open(self.path(name), "wb", autocommit=self._is_s3, block_size=PART_BYTES)
+        file = self.fs.open(
+            self.path(name),
+            "wb",
+            autocommit=self._is_s3,
+            block_size=PART_BYTES,
+        )
         try:
             yield file
             file.close()

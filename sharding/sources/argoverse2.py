@@ -238,7 +238,13 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
             ]
             city = {"location": cities[0]} if cities else {}
             files = tuple(f"{folder}/{name}" for name in (*_TABLES, *self._list_maps(folder)))
-            yield Clip(name=log, split=split, tags=city, attributes=city, files=files)
+            yield Clip(
+                name=log,
+                split=split,
+                tags=city,
+                attributes=city,
+                files=files,
+            )
 
     def poses(self, clip: Clip) -> Trajectory:
         """Return the poses of ``city_SE3_egovehicle``, which has a row for each time of a
@@ -248,7 +254,12 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
         rows = read_feather(self.files, name, {"timestamp_ns": pa.int64(), **_POSE})
         where = f"table '{self.files.shown}/{name}'"
         poses = pose(stacked(rows, QUATERNION), stacked(rows, TRANSLATION), where)
-        return Trajectory(rows["timestamp_ns"], poses, where, max_gap_s=MAX_GAP_S)
+        return Trajectory(
+            timestamp_ns=rows["timestamp_ns"],
+            ego2global=poses,
+            where=where,
+            max_gap_s=MAX_GAP_S,
+        )
 
     def frames(self, clip: Clip) -> Iterator[Frame]:
         """Yield a frame for each sweep, and for each time that has boxes."""

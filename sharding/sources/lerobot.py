@@ -152,7 +152,12 @@ class _Metadata:
         where = f"file '{self.files.shown}/{_INFO}'"
         if self.files.facts(_INFO) is None:
             raise SourceError(f"{where} is not there: is this the folder of a LeRobot dataset?")
-        info = read_json(self.files.read(_INFO), where, _Info, noted=self.noted)
+        info = read_json(
+            self.files.read(_INFO),
+            where,
+            _Info,
+            noted=self.noted,
+        )
         if info.codebase_version.removeprefix("v") not in ("2.0", "2.1", "3.0"):
             raise SourceError(
                 f"{where} has the codebase_version '{shortened(info.codebase_version)}'; "
@@ -513,7 +518,12 @@ class LeRobot(VideoSource[VideoSettings]):
             file, first_s = episode.videos[feature]
             ref = f"{file}{FRAME}{round((first_s + time_s) * self._meta.info.fps)}"
             return self.video_frame(
-                Image(ref=ref, timestamp_ns=time_ns, intrinsics=None, cam2ego=None)
+                Image(
+                    ref=ref,
+                    timestamp_ns=time_ns,
+                    intrinsics=None,
+                    cam2ego=None,
+                )
             )
         head = self._heads[feature]
         if isinstance(head, ConvertiblePng):

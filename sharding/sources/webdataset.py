@@ -228,7 +228,15 @@ class _Reader(NamedTuple):
             return JsonFacts(None, where)
         data = self._read_data(sample, member)
         place = f"{where}: .{self.settings.meta}"
-        return JsonFacts(read_json(data, place, problem="is not JSON", noted=noted), where)
+        return JsonFacts(
+            read_json(
+                data,
+                place,
+                problem="is not JSON",
+                noted=noted,
+            ),
+            where,
+        )
 
     @property
     def _used(self) -> frozenset[str]:

@@ -165,7 +165,13 @@ def verify(
     def check_shard(number: int) -> ShardCheck:
         shard = shards[number]
         with files_here(shard.name, shard.idx_name) as place:
-            check = make_check(place, manifest, (number, shard), dataset, deep=deep).run()
+            check = make_check(
+                place,
+                manifest=manifest,
+                shard=(number, shard),
+                dataset=dataset,
+                deep=deep,
+            ).run()
             if shard.idx_bytes:
                 check.faults += _check_file(
                     place,

@@ -119,7 +119,14 @@ class ShardCheck:
         return self
 
     def _fault(self, text: str, offset: int | None = None, key: str | None = None) -> None:
-        self.faults.append(Fault(self.shard.name, text, offset, key))
+        self.faults.append(
+            Fault(
+                file=self.shard.name,
+                text=text,
+                offset=offset,
+                key=key,
+            )
+        )
 
     def _check(self, shard: ShardEntry, view: memoryview) -> None:
         self._check_file(shard, view)

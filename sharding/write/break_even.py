@@ -152,4 +152,9 @@ def break_even(
                 hours,
             )
         )
-    return BreakEven(len(videos), num_all, num_bytes, options)
+    return BreakEven(
+        num_videos=len(videos),
+        num_frames=num_all,
+        num_bytes=num_bytes,
+        options=options,
+    )

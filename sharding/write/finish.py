@@ -70,8 +70,19 @@ def finish(
     codecs = {name: codec_of(name, job.recipe, job.lidars, job.channels) for name in names}
     shards: list[ShardEntry] = []
     sizes: dict[str, set[tuple[int, int]]] = {camera.channel: set() for camera in info.cameras}
-    rows = _iter_rows(work, plan=plan, codecs=codecs, shards=shards, sizes=sizes)
-    write_index(work.temporary, names, codecs.values(), rows)
+    rows = _iter_rows(
+        work,
+        plan=plan,
+        codecs=codecs,
+        shards=shards,
+        sizes=sizes,
+    )
+    write_index(
+        work.temporary,
+        names=names,
+        codecs=codecs.values(),
+        rows=rows,
+    )
     write_attributes(
         work.temporary,
         _iter_attributes(

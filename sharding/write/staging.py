@@ -300,7 +300,14 @@ def stage_clips(
             continue
         clip_stamps = stamps[clip.first_row : clip.first_row + clip.num_samples].tobytes()
         stamp = int.from_bytes(hashlib.sha256(clip_stamps).digest()[:8])
-        tasks.append(StageTask(number, clip.first_row, clip.num_samples, stamp))
+        tasks.append(
+            StageTask(
+                number=number,
+                first_row=clip.first_row,
+                num_rows=clip.num_samples,
+                stamp=stamp,
+            )
+        )
     make_staging = partial(
         Staging,
         spec=spec,
@@ -346,7 +353,12 @@ def stage_clips(
     else:
         list(in_threads(stage, tasks, max(num_workers, 1)))
     table = folder / scan_table.name
-    _rewrite_table(scan_table, table, folder, {task.number for task in tasks})
+    _rewrite_table(
+        scan_table,
+        target=table,
+        folder=folder,
+        staged={task.number for task in tasks},
+    )
     return table
 
 

@@ -71,7 +71,12 @@ def clip_boxes(
     for _, frame_boxes in labelled:
         for text, number in frame_boxes.unknown_visibility.items():
             report.unknown_visibility[text] = report.unknown_visibility.get(text, 0) + number
-    columns = in_ego(labelled, frame, timestamp_ns, ego2global)
+    columns = in_ego(
+        labelled,
+        frame=frame,
+        timestamp_ns=timestamp_ns,
+        ego2global=ego2global,
+    )
     columns["label"] = classes.labels(
         [name for _, frame_boxes in labelled for name in frame_boxes.category]
     )
@@ -154,7 +159,12 @@ def in_ego(
         same = tracks[first] == tracks[last]
         before[last[same]] = first[same]
         after[first[same]] = last[same]
-        speed = velocities(in_world, timestamp_ns[frame] // 1000, before, after)
+        speed = velocities(
+            in_world,
+            timestamp_us=timestamp_ns[frame] // 1000,
+            prev=before,
+            following=after,
+        )
         velocity[follow] = _turn_vectors(turn_to_ego, speed)[follow]
     ids = np.array([stable_id(name) if name else -1 for name in numbers], np.int64)
     quaternion = quaternions(rotation)

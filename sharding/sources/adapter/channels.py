@@ -85,7 +85,12 @@ def value_channel(
     facts |= dict.fromkeys(("allows_nan", "allows_inf"), np.dtype(dtype).kind == "f")
     if shape[:1] == (None,):
         arrays = (ArraySpec("values", dtype, tuple(side or 0 for side in shape[1:])),)
-        return Channel(kind="ragged", field=f"{name}.safetensors", arrays=arrays, **facts)
+        return Channel(
+            kind="ragged",
+            field=f"{name}.safetensors",
+            arrays=arrays,
+            **facts,
+        )
     axes = tuple(f"axis{number}" for number in range(len(shape)))
     return Channel(
         kind="array",

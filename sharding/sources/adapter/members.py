@@ -245,7 +245,12 @@ class MemberFinder:
             check_inside(name, where)
         facts = facts_by_name(self.files, names)
         stored = {ref: parts[ref] for ref in looked_at if facts[parts[ref].name]}
-        stored_heads = image_heads(self.files, list(stored.values()), facts, self.policy.depth)
+        stored_heads = image_heads(
+            self.files,
+            parts=list(stored.values()),
+            facts=facts,
+            depth=self.policy.depth,
+        )
         heads = self._judge_heads(where, looked_at, zip(stored, stored_heads, strict=True))
         if made_images:
             looks_at_made = made_heads(self.make_images, list(made_images), self.policy.depth)
@@ -281,7 +286,10 @@ class MemberFinder:
                         row[lidar.channel] = "no sweep" if sweep is None else sweep.absent
                     else:
                         row[lidar.channel] = self._find_sweep(
-                            place, lidar.channel, sweep, known_files
+                            place,
+                            channel=lidar.channel,
+                            sweep=sweep,
+                            known_files=known_files,
                         )
             rows_found.append(row)
             members.append(self._find_members(place, frame, facts))
@@ -459,7 +467,13 @@ class MemberFinder:
         if isinstance(head, ConvertiblePng):
             self.report.note(CONVERTED, 1)
             estimate = size[0] * size[1] * head.num_components
-            reference = Reference(name, PLAIN + image.ref, estimate, *size, is_estimate=True)
+            reference = Reference(
+                name,
+                PLAIN + image.ref,
+                estimate,
+                *size,
+                is_estimate=True,
+            )
             return StampedReference(reference, file_facts.stamp)
         return StampedReference(Reference(name, image.ref, num_bytes, *size), file_facts.stamp)
 

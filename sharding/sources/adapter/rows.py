@@ -181,7 +181,12 @@ class ClipRows:
         times = np.array([frame.timestamp_ns for frame in frames])
         due = set(thinned(times, rate).tolist())
         frames = [frame for frame in frames if frame.timestamp_ns in due]
-        arrays = clip_arrays(self.sensors, frames, trajectory, has_poses=self.has_poses)
+        arrays = clip_arrays(
+            self.sensors,
+            frames,
+            trajectory,
+            has_poses=self.has_poses,
+        )
         stamp = self._compute_stamp(clip)
         finder = MemberFinder(
             files=self.files,

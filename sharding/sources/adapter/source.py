@@ -270,7 +270,12 @@ class FrameSource(Generic[S]):
         )
         # Of logs, `cameras` names topics besides.
         names = self.settings.cameras if isinstance(self.settings.cameras, tuple) else ()
-        sensors, channels, left_out = _select_sensors(sensors, channels, names, self.files.shown)
+        sensors, channels, left_out = _select_sensors(
+            sensors,
+            channels=channels,
+            names=names,
+            where=self.files.shown,
+        )
         rows = ClipRows(
             out=out,
             files=self.files,
@@ -301,7 +306,12 @@ class FrameSource(Generic[S]):
                     for frame in frames
                     for image in frame.images.values()
                 )
-                rows.add(clip, frames, self.poses(clip), self.settings.rate)
+                rows.add(
+                    clip,
+                    frames=frames,
+                    trajectory=self.poses(clip),
+                    rate=self.settings.rate,
+                )
             if clip.split and out.clips and out.clips[-1].clip_name == clip.name:
                 splits.setdefault(clip.split, []).append(clip.name)
         with findings.collecting("classes"):

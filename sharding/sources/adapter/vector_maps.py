@@ -76,7 +76,12 @@ class MapWindows:
         members: list[list[Reference]] = []
         for matrix in poses.tolist():
             ref = MAP + msgspec.json.encode((place, matrix)).decode()
-            member = Reference(self.channel.field, ref, WINDOW_BYTES, is_estimate=True)
+            member = Reference(
+                name=self.channel.field,
+                ref=ref,
+                bytes=WINDOW_BYTES,
+                is_estimate=True,
+            )
             members.append([member] if math.isfinite(matrix[0]) else [])
         return members
 
@@ -163,7 +168,12 @@ def cut(line: F64) -> Iterator[F64]:
         for sign in (1.0, -1.0):
             speed = sign * step[:, axis]
             room = HALF_M - sign * start[:, axis]
-            share = np.divide(room, speed, out=np.zeros_like(room), where=speed != 0)
+            share = np.divide(
+                room,
+                speed,
+                out=np.zeros_like(room),
+                where=speed != 0,
+            )
             last = np.where(speed > 0, np.minimum(last, share), last)
             first = np.where(speed < 0, np.maximum(first, share), first)
             last = np.where((speed == 0) & (room < 0), -1.0, last)

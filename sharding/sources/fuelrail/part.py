@@ -163,7 +163,12 @@ class DatasetPart:
             shard = self.dataset.shards.name_of(row)
             try:
                 check_span(row, span, shard)
-                members = read_members(row, span, shard, dictionary=self.dataset.dictionary)
+                members = read_members(
+                    row,
+                    span=span,
+                    shard=shard,
+                    dictionary=self.dataset.dictionary,
+                )
                 decode_sample(row.key, members, self.fields)
             except (ShardError, MemberError) as error:
                 raise SourceError(

@@ -143,7 +143,12 @@ class FuelrailSource:
             # A part's samples come clip by clip in the order of the ids, as the owners do.
             for position, sample in enumerate(next(walks[number])):
                 stored = sample._replace(attributes={**dict.fromkeys(types), **sample.attributes})
-                self._append_sample(out, number, stored, begins=None if position else clip)
+                self._append_sample(
+                    out,
+                    number=number,
+                    stored=stored,
+                    begins=None if position else clip,
+                )
         first = manifests[0]
         splits: dict[str, list[str]] = {}
         for part in self._parts:
@@ -213,7 +218,12 @@ class FuelrailSource:
                     stats["max_sync_offset_ns"] = max(offsets, default=0)
                 if "dropped" in sync:
                     sync["dropped"] = [name for name in sync["dropped"] if name in self._cameras]
-                meta = msgspec.structs.replace(meta, cameras=cameras, stats=stats, sync=sync)
+                meta = msgspec.structs.replace(
+                    meta,
+                    cameras=cameras,
+                    stats=stats,
+                    sync=sync,
+                )
                 if "num_cameras" in attributes:
                     attributes["num_cameras"] = int(sample.geometry.cam_valid.sum())
         except SchemaError as error:

@@ -302,7 +302,13 @@ class FrameMaker:
                 models[0],
             )
         log = self._index.name if shot.kind == "video" else ""
-        ref = Job(kind=shot.kind, topic=topic, place=shot.place, key=shot.key, log=log).ref
+        ref = Job(
+            kind=shot.kind,
+            topic=topic,
+            place=shot.place,
+            key=shot.key,
+            log=log,
+        ).ref
         if shot.offset >= 0:
             ref = f"{shot.place.file}#{shot.offset}+{shot.length}"
         pixels = shot.width * shot.height

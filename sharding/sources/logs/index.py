@@ -139,7 +139,12 @@ class LogIndex:
         self._codecs: dict[str, str] = {}
         for file in files:
             with parsing(f"log '{name}'"):  # times, lengths and numbers that no type of ours holds
-                self._read_file(file, set(cameras), set(lidars), options.poses)
+                self._read_file(
+                    file,
+                    cameras=set(cameras),
+                    lidars=set(lidars),
+                    poses=options.poses,
+                )
         self.tree.settle()
         self.series: dict[str, Series] = {}
         for topic in sensors:
@@ -230,7 +235,12 @@ class LogIndex:
             times_ns = np.array(pairs, np.int64).reshape(-1, 2)
             stamps, log_ns = times_ns.T
             items = [entry[2] for entry in entries]
-            mask = self._ascending_mask(name, stamps, log_ns, [item.place for item in items])
+            mask = self._ascending_mask(
+                name,
+                stamps=stamps,
+                log_ns=log_ns,
+                places=[item.place for item in items],
+            )
             self._stamped[name].append(stamps[mask])
             self._items[name] += itertools.compress(items, mask.tolist())
             entries.clear()
@@ -241,7 +251,12 @@ class LogIndex:
             if name in self._signals:
                 stamps, values = reader.signals(messages)
                 self.columns[name] = reader.columns
-                stamps, mask = self._select_times(name, messages, stamps, " (signals)")
+                stamps, mask = self._select_times(
+                    name,
+                    messages=messages,
+                    stamp_ns=stamps,
+                    part=" (signals)",
+                )
                 self._signals[name].append((stamps[mask], values[mask]))
             if name in self.marks:
                 # Of annotations, those without boxes may have no stamp.
@@ -291,7 +306,12 @@ class LogIndex:
         if marked is None:
             by_time = {mark.stamp_ns: mark for mark in self.marks[topic]}
             stamps = np.array(sorted(by_time), np.int64)
-            rows = matched(self.series[pictures].stamps, stamps, offset_ns, tolerance_ns).tolist()
+            rows = matched(
+                self.series[pictures].stamps,
+                stamps_ns=stamps,
+                offset_ns=offset_ns,
+                tolerance_ns=tolerance_ns,
+            ).tolist()
             marked = {
                 row_number: by_time[int(stamps[row])]
                 for row_number, row in enumerate(rows)
@@ -486,7 +506,10 @@ class LogIndex:
         for part in parts:
             part_messages = [messages[row] for row in part.row.tolist()]
             stamps, mask = self._select_times(
-                topic, part_messages, part.stamp_ns, f" ({part.child})"
+                topic,
+                messages=part_messages,
+                stamp_ns=part.stamp_ns,
+                part=f" ({part.child})",
             )
             if mask.any():
                 edges.append(part._replace(stamp_ns=stamps).rows(mask))

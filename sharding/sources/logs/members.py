@@ -132,7 +132,13 @@ class LogMembers:
             for key, number, job in rows:
                 if key > last + 1:
                     groups.append(
-                        _Group(topic=topic, places=places, first=key, last=number, jobs={})
+                        _Group(
+                            topic=topic,
+                            places=places,
+                            first=key,
+                            last=number,
+                            jobs={},
+                        )
                     )
                 last = number
                 groups[-1].jobs[number] = job

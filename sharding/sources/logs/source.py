@@ -186,7 +186,12 @@ class LogSource(FrameSource[LogSettings]):
                     for channel, topic in settings.signals.items()
                     if settings.series and topic in index.signals
                 }
-                yield Clip(name=clip, log_id=name, files=tuple(files), series=series)
+                yield Clip(
+                    name=clip,
+                    log_id=name,
+                    files=tuple(files),
+                    series=series,
+                )
             self.noted.update(index.noted)
             self._videos |= {(name, topic): facts for topic, facts in index.videos.items()}
 
@@ -221,7 +226,12 @@ class LogSource(FrameSource[LogSettings]):
         """Yield a frame for each remaining message of the reference."""
         log, times = self._cuts[clip.name]
         poses = self.poses(clip) if self.settings.radars else None
-        return FrameMaker(self._open_index(log), self.topics, self.noted, poses).frames(times)
+        return FrameMaker(
+            index=self._open_index(log),
+            chosen=self.topics,
+            noted=self.noted,
+            poses=poses,
+        ).frames(times)
 
     def points(self, ref: str) -> F32:
         """Read a sweep."""

@@ -107,7 +107,12 @@ class SensorPoses:
             rows = self.pose_of[first : first + ROWS_AT_ONCE]
             owners = self._poses.tokens.take(rows)
             for name in ("translation", "rotation"):
-                check_finite(columns[name][rows], owners, table="ego_pose", column=name)
+                check_finite(
+                    columns[name][rows],
+                    owners=owners,
+                    table="ego_pose",
+                    column=name,
+                )
 
     def sensor_of(self, rows: I64) -> I64:
         """Return numbers of the sensors of rows of ``sample_data``."""
@@ -238,7 +243,12 @@ class Keyframes:
             [number_of.get(sensor.channel, -1) for sensor in self.sensor_poses.sensors],
             np.int64,
         )
-        self.sensor_rows = self.disk.filled(-1, len(samples), np.int64, (len(self.channels),))
+        self.sensor_rows = self.disk.filled(
+            -1,
+            num_rows=len(samples),
+            dtype=np.int64,
+            shape=(len(self.channels),),
+        )
         flat = self.sensor_rows.reshape(-1)
         for first in range(0, len(sample_of), ROWS_AT_ONCE):
             sample = sample_of[first : first + ROWS_AT_ONCE]

@@ -312,7 +312,12 @@ class JoinedTable:
         for field, column in self.columns.items():
             values = _COLUMNS[field].column(list(map(attrgetter(field), records)))
             if field in _CHECKED and self.name != "ego_pose":
-                check_finite(values, tokens_added, table=self.name, column=field)
+                check_finite(
+                    values,
+                    owners=tokens_added,
+                    table=self.name,
+                    column=field,
+                )
             column.append(values)
         for field, tokens in self.link_texts.items():
             tokens.append(_list_tokens(records, field))

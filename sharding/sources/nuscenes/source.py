@@ -346,7 +346,12 @@ class NuScenesSource(TableSource[NuScenesOptions]):
                 select_sensors=sensor_filter,
                 cut=cut,
             )
-            self._keyframes = keyframes = Keyframes(joined, out.disk, ("LIDAR_TOP",), stay=True)
+            self._keyframes = keyframes = Keyframes(
+                joined=joined,
+                disk=out.disk,
+                leading=("LIDAR_TOP",),
+                stay=True,
+            )
             if not keyframes.cameras:
                 raise SourceError(
                     f"table '{tables.path('sample_data')}' has no keyframes of cameras"

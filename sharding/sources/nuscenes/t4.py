@@ -263,7 +263,13 @@ class T4(TableSource[T4Settings]):
         with self._naming(dataset):
             disk = Disk(self._folder)
             joined = Joined(self._tables(dataset), disk, T4_KEYFRAMES)
-            keyframes = Keyframes(joined, disk, None, dataset, stay=False)
+            keyframes = Keyframes(
+                joined=joined,
+                disk=disk,
+                leading=None,
+                folder=dataset,
+                stay=False,
+            )
             # Annotations in images with their categories, by row of `sample_data`.
             in_images: dict[str, list[tuple[_ImageAnnotation, str]]] = {}
             if self.settings.boxes2d:

@@ -166,7 +166,12 @@ class Tables:
         if name not in self.files.listed(self.folder):
             return None
         where = f"'{self.files.shown}/{self.folder}/{name}'"
-        return read_json(self.files.read(f"{self.folder}/{name}"), where, kind, problem)
+        return read_json(
+            self.files.read(f"{self.folder}/{name}"),
+            where=where,
+            kind=kind,
+            problem=problem,
+        )
 
     def read(self, table: str, kind: type[R]) -> Iterator[list[R]]:
         """Yield a table's records in pieces, in order; raise SourceError where it is not a list

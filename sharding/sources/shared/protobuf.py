@@ -176,7 +176,13 @@ def field_places(window: FileWindow, start: int, end: int) -> Iterator[FieldPlac
         position = begin + length
         if position > end:
             raise ValueError(f"field {key >> 3} has {length} bytes, {end - begin} are left")
-        yield FieldPlace(number=key >> 3, wire=wire, value=value, start=begin, end=position)
+        yield FieldPlace(
+            number=key >> 3,
+            wire=wire,
+            value=value,
+            start=begin,
+            end=position,
+        )
 
 
 def _find_fixed_length(wire: int) -> int:

@@ -156,7 +156,13 @@ class CalibrationTable:
 
     def _read(self, rows: Rows) -> dict[str, RowCalibration]:
         calibrations: dict[str, RowCalibration] = {}
-        plain = read_calibration(rows, "", "sensor2ego", is_corner=self._is_corner, is_flu=False)
+        plain = read_calibration(
+            rows,
+            prefix="",
+            pose="sensor2ego",
+            is_corner=self._is_corner,
+            is_flu=False,
+        )
         for row, name in enumerate(rows.texts("sensor")):
             if not name:
                 rows.fail(row, "sensor", "it is empty")

@@ -428,7 +428,13 @@ def _read_json_tables(
     if count:
         noted[NAN_AS_NULL] += count
     if rest.strip():
-        yield _read_json_table(rest, name=name, row=row, schema=schema, type_of=type_of)
+        yield _read_json_table(
+            rest,
+            name=name,
+            row=row,
+            schema=schema,
+            type_of=type_of,
+        )
 
 
 def _read_json_table(

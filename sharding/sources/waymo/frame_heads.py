@@ -164,7 +164,13 @@ def read_frame(
     """
     place = f"{window.where}: record {record.number}"
     try:
-        head = _read_frame_head(window, record, context, boxes2d=boxes2d, has_map=has_map)
+        head = _read_frame_head(
+            window,
+            record=record,
+            context=context,
+            boxes2d=boxes2d,
+            has_map=has_map,
+        )
     except (ValueError, struct.error) as error:
         raise SourceError(
             f"{place} is not a Frame of the Waymo Open Dataset: {error}; files of the "
@@ -536,7 +542,12 @@ def read_labels(
     category = list(map(label_type, kinds[label_rows].tolist()))
     names = [track[row] for row in label_rows.tolist()]
     boxes_of_frame = boxes_by_key(
-        box_rows(boxes[label_rows], category, names, num_points[label_rows]),
+        box_rows(
+            boxes[label_rows],
+            category=category,
+            track=names,
+            num_points=num_points[label_rows],
+        ),
         frame[label_rows],
     )
     for number in range(len(frames)):

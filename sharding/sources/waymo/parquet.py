@@ -388,7 +388,12 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
         category = list(map(label_type, kinds))
         track = [name for _, name in pairs]
         return boxes_by_key(
-            box_rows(boxes, category, track, np.array(num_points, np.int64)),
+            box_rows(
+                boxes,
+                category=category,
+                track=track,
+                num_points=np.array(num_points, np.int64),
+            ),
             rows[_TIME],
         )
 

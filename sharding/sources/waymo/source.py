@@ -338,4 +338,9 @@ def weather_columns(stats: dict[str, str]) -> dict[str, str | bool | None]:
 def _make_clip(name: str, split: str) -> Clip:
     stem = name.rpartition("/")[2].removesuffix(_SUFFIX)
     match = _SEGMENT.match(stem)
-    return Clip(name=match[1] if match else stem, token=stem, split=split, files=(name,))
+    return Clip(
+        name=match[1] if match else stem,
+        token=stem,
+        split=split,
+        files=(name,),
+    )

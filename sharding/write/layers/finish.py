@@ -125,7 +125,13 @@ def finish_layer(
         # A new folder: files in tmp may be second names of others, which would be written.
         temporary = Path(tempfile.mkdtemp(dir=out.work / "tmp"))
         try:
-            manifest = _write_layer(out, temporary=temporary, base=base, run=run, segments=segments)
+            manifest = _write_layer(
+                out,
+                temporary=temporary,
+                base=base,
+                run=run,
+                segments=segments,
+            )
         except FileNotFoundError:
             # At a URL another machine may have finished the layer, and removed the segments.
             manifest = manifest_in(out, LAYERS)
@@ -165,7 +171,12 @@ def _write_layer(
                 rows[position] = count
                 yield row
 
-        write_index(temporary, list(codecs), codecs.values(), written())
+        write_index(
+            temporary,
+            names=list(codecs),
+            codecs=codecs.values(),
+            rows=written(),
+        )
     make = functools.partial(
         LayerManifest,
         format=LAYER_FORMAT,

@@ -114,7 +114,13 @@ class LayerWriter:
         if not table:
             raise ConfigError("channels is empty: a layer has at least one channel")
         entry = BaseEntry.from_dataset(self._base)
-        check_layer_table(table, entry, "channels", ConfigError, known_only=False)
+        check_layer_table(
+            table,
+            base=entry,
+            where="channels",
+            error=ConfigError,
+            known_only=False,
+        )
         table = tuple(
             msgspec.structs.replace(channel, codec=channel_codec(channel)) for channel in table
         )
@@ -268,7 +274,12 @@ class LayerWriter:
         self.flush()
         self._check_run()  # at a URL two first writers may not have seen each other
         with self._out.writing(_REUSED), self._locked():
-            manifest = finish_layer(self._out, self._base, self._run, partial=partial)
+            manifest = finish_layer(
+                self._out,
+                base=self._base,
+                run=self._run,
+                partial=partial,
+            )
         self.is_finished = True
         return manifest
 

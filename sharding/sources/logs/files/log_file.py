@@ -143,7 +143,12 @@ class LogFile:
             size = zstandard.frame_content_size(message.data)
             check_most(max(size, 0), where)
             data = zstandard.ZstdDecompressor().decompress(message.data, max_output_size=MOST_BYTES)
-        return msgspec.structs.replace(message, data=data, length=len(data), offset=-1)
+        return msgspec.structs.replace(
+            message,
+            data=data,
+            length=len(data),
+            offset=-1,
+        )
 
 
 def by_time(parts: Iterable[tuple[int, Iterable[Message]]], where: str) -> Iterator[Message]:

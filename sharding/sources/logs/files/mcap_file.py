@@ -135,7 +135,12 @@ class McapFile(LogFile):
             def messages(chunk: Chunk) -> Iterator[Message]:
                 check_compression(chunk.compression, self._chunk_name(chunk))
                 if chunk.is_plain and not self._check_all:
-                    return self._walk_index(window, chunk, topics, frozenset(whole_topics))
+                    return self._walk_index(
+                        window,
+                        chunk=chunk,
+                        topics=topics,
+                        whole_topics=frozenset(whole_topics),
+                    )
                 return self._walk_chunk(chunk, topics, frozenset(whole_topics))
 
             yield from by_time(
@@ -217,7 +222,10 @@ class McapFile(LogFile):
         data_at = chunk.data_at
         index = self._files.read(self._name, chunk.index_at, chunk.index_length)
         for _, offset, topic in message_offsets(
-            index, self._channels.topics, topics, self._chunk_name(chunk)
+            index,
+            topics=self._channels.topics,
+            names=topics,
+            where=self._chunk_name(chunk),
         ):
             position = data_at + offset
             name = topic.name

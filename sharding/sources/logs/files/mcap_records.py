@@ -222,7 +222,12 @@ def chunk_data(record: bytes, where: str) -> Buffer:
     with parsing(where, _DAMAGED):
         chunk = Record.read(ReadDataStream(io.BytesIO(record)))
         check_compression(chunk.compression, where)
-        data = inflated(chunk.data, chunk.compression, chunk.uncompressed_size, where)
+        data = inflated(
+            chunk.data,
+            compression=chunk.compression,
+            size=chunk.uncompressed_size,
+            where=where,
+        )
         if chunk.uncompressed_crc and zlib.crc32(data) != chunk.uncompressed_crc:
             raise ValueError("its checksum is wrong")
     return data

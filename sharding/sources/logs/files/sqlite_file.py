@@ -134,7 +134,12 @@ class SqliteFile(LogFile):
         query = "SELECT topic_type, encoded_message_definition FROM message_definitions"
         texts = dict(self._rows(tuple[str, str], query)) if "message_definitions" in kinds else {}
         return {
-            number: Topic(name, plain_type(kind), encoding, texts.get(kind, "").encode())
+            number: Topic(
+                name=name,
+                type=plain_type(kind),
+                encoding=encoding,
+                schema=texts.get(kind, "").encode(),
+            )
             for number, name, kind, encoding in rows
         }
 
@@ -161,7 +166,12 @@ class SqliteFile(LogFile):
             for log_ns, row, topic in rows:
                 counts[topic] += 1
                 if topic in limits:
-                    yield self._message(topic, log_ns, row, limits[topic])
+                    yield self._message(
+                        topic,
+                        log_ns=log_ns,
+                        row=row,
+                        limit=limits[topic],
+                    )
             after = rows[-1][1]
         num_unknown = sum(count for topic, count in counts.items() if topic not in self._ids)
         if num_unknown:

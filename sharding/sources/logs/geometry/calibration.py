@@ -63,7 +63,12 @@ def camera_models(
     before: CameraInfo | None = None
     for stamp_ns, info in sorted(index.calibrations[info_topic], key=itemgetter(0)):
         if before is None or (info is not before and info[1:] != before[1:]):
-            model = camera_model(where, info, cam2ego, is_rectified=is_rectified)
+            model = camera_model(
+                where,
+                info=info,
+                cam2ego=cam2ego,
+                is_rectified=is_rectified,
+            )
             models.append(model._replace(stamp_ns=stamp_ns))
         before = info
     return models
@@ -125,4 +130,9 @@ def camera_model(
         (width or info.width) // info.binning[0],
         (height or info.height) // info.binning[1],
     )
-    return CameraModel(where, info.stamp_ns, image, size)
+    return CameraModel(
+        where=where,
+        stamp_ns=info.stamp_ns,
+        image=image,
+        size=size,
+    )

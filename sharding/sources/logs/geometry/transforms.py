@@ -108,7 +108,12 @@ class FrameTree:
                 step = self._fixed[child][1]
             poses = step @ poses
         is_known = ~np.isnan(poses[:, 0, 0])
-        return Trajectory(times[is_known], poses[is_known], self._where, max_gap_s=max_gap_s)
+        return Trajectory(
+            timestamp_ns=times[is_known],
+            ego2global=poses[is_known],
+            where=self._where,
+            max_gap_s=max_gap_s,
+        )
 
     def _trace_chain(self, frame: str) -> list[str]:
         chain = [frame]
@@ -141,4 +146,9 @@ def edges_trajectory(parts: Sequence[Edges], where: str, max_gap_s: float) -> Tr
         )
     stamp_ns, wxyz, xyz = map(np.concatenate, zip(*(part[3:] for part in parts), strict=True))
     times, first = np.unique(stamp_ns, return_index=True)
-    return Trajectory(times, pose(wxyz[first], xyz[first], where), where, max_gap_s=max_gap_s)
+    return Trajectory(
+        timestamp_ns=times,
+        ego2global=pose(wxyz[first], xyz[first], where),
+        where=where,
+        max_gap_s=max_gap_s,
+    )

@@ -69,7 +69,13 @@ def encoded_head(read: Callable[[int], Buffer], length: int) -> EncodedHead:
         head = read(min(limit, length))
         odd = convertible_png(head)
         if odd is not None:
-            return EncodedHead(b"", "png", odd.width, odd.height, is_converted=True)
+            return EncodedHead(
+                text=b"",
+                extension="png",
+                width=odd.width,
+                height=odd.height,
+                is_converted=True,
+            )
         try:
             info = probe(head)
         except ImageError:
@@ -77,7 +83,12 @@ def encoded_head(read: Callable[[int], Buffer], length: int) -> EncodedHead:
                 raise
         else:
             extension = "png" if info.format == "png" else "jpg"
-            return EncodedHead(bytes(head[: info.scan_at]), extension, info.width, info.height)
+            return EncodedHead(
+                text=bytes(head[: info.scan_at]),
+                extension=extension,
+                width=info.width,
+                height=info.height,
+            )
     raise AssertionError("the last part is the whole picture or the longest")
 
 

@@ -99,7 +99,12 @@ def can_channel(message: str, *, series: bool = False) -> Channel:
     for field, (length, unit) in MESSAGES[message].items():
         names = [field] if length == 1 else [f"{field}_{axis}" for axis in _AXES[length]]
         units |= dict.fromkeys(names, unit)
-    return signals_channel(f"can_{message}", units, message, series=series)
+    return signals_channel(
+        f"can_{message}",
+        units=units,
+        source_name=message,
+        series=series,
+    )
 
 
 class CanMessages(msgspec.Struct, frozen=True):
@@ -169,7 +174,12 @@ class CanBus:
         )
         for channel in self.channels:
             file = f"{FOLDER}/{rows.scene.name}_{channel.source_name}.json"
-            messages = CanMessages(str(channel.source_name), file, after_us, until_us)
+            messages = CanMessages(
+                message=str(channel.source_name),
+                file=file,
+                after_us=after_us,
+                until_us=until_us,
+            )
             yield FileMember(channel.field, msgspec.json.encode(messages).decode(), (file,))
 
 

@@ -146,7 +146,12 @@ class Radars:
             )
             dt_s = (rows.timestamp_us[number] * NS_PER_US - timestamp_ns) * 1e-9
             sensor2ego = (global2ego @ sensor2global)[:, :3].reshape(-1, 12)
-            radar_files = RadarFiles(channel, files, dt_s.tolist(), sensor2ego.tolist())
+            radar_files = RadarFiles(
+                channel=channel,
+                files=files,
+                dt_s=dt_s.tolist(),
+                sensor2ego=sensor2ego.tolist(),
+            )
             hint = "leave out 'radar' in the option channels, or earlier sweeps by radar_sweeps=0"
             yield FileMember(
                 radar_channel(channel).field,
