@@ -387,7 +387,12 @@ class InspectOptions(Settings, frozen=True, kw_only=True):
     ] = False
 
 
-def inspect(dataset: Location, key: str | None = None, *, statistics: bool = False) -> Description:
+def inspect(
+    dataset: Location,
+    key: str | None = None,
+    *,
+    statistics: bool = False,
+) -> Description:
     """Describe a dataset, or the sample with this key: its members, metadata and geometry.
 
     ``statistics``: see :func:`fuelrail.sharding.verify.statistics.dataset_statistics`. Raises

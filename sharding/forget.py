@@ -374,7 +374,12 @@ def forget(
     return report
 
 
-def _find_parts(outs: Sequence[FolderOutput], names: list[str], *, is_started: bool) -> list[_Part]:
+def _find_parts(
+    outs: Sequence[FolderOutput],
+    names: list[str],
+    *,
+    is_started: bool,
+) -> list[_Part]:
     """Return what is to be deleted where, the dataset first."""
     base = _open_source(outs[0], DATASETS, is_started=is_started)
     rows, unknown = _find_rows(base, names)
@@ -405,7 +410,11 @@ def _make_empty_error(out: FolderOutput) -> ConfigError:
     return ConfigError(f"nothing would be left of '{out.shown}': remove the folder")
 
 
-def _delete_all(parts: Sequence[_Part], names: list[str], caches: Sequence[Path]) -> ForgetReport:
+def _delete_all(
+    parts: Sequence[_Part],
+    names: list[str],
+    caches: Sequence[Path],
+) -> ForgetReport:
     """Delete from all folders and caches; return the report."""
     base = parts[0].source
     order = _read_order_inputs(base, parts[0].rows)
@@ -680,7 +689,11 @@ def _take_place(part: _Part) -> None:
     sync_folder(out.root)
 
 
-def _move_files(next_version: FolderOutput, out: FolderOutput, names: Sequence[str]) -> None:
+def _move_files(
+    next_version: FolderOutput,
+    out: FolderOutput,
+    names: Sequence[str],
+) -> None:
     """Move files of the next version that are not there yet."""
     for name in names:
         with contextlib.suppress(FileNotFoundError):

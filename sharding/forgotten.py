@@ -68,7 +68,12 @@ _MOST_RECEIPTS: Final = 128
 class _Shards(ShardTable):
     """The shards that are left, and how many samples each had before."""
 
-    def __init__(self, file: BlockFile, manifest: Manifest, cut: dict[str, list[int]]) -> None:
+    def __init__(
+        self,
+        file: BlockFile,
+        manifest: Manifest,
+        cut: dict[str, list[int]],
+    ) -> None:
         super().__init__(file, manifest)
         self._cut_by_range = {
             (entry.first_shard, entry.first_shard + entry.num_shards): cut[name]

@@ -310,7 +310,12 @@ def _make_rig(info: ScanInfo) -> Rig:
     )
 
 
-def _fill_table(source: Source, path: Path, *, is_check: bool = False) -> tuple[ScanInfo, U64]:
+def _fill_table(
+    source: Source,
+    path: Path,
+    *,
+    is_check: bool = False,
+) -> tuple[ScanInfo, U64]:
     with ScanWriter(path, source.attribute_types, is_check=is_check) as out:
         info = source.scan(out)
     if not info.num_samples:

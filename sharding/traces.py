@@ -79,7 +79,12 @@ class DeletedTimes(NamedTuple):
     sensor_spans_ns: Mapping[str, Spans]
 
 
-def deleted_times(base: Dataset, rows: Rows, *, has_shards: bool) -> dict[str, DeletedTimes]:
+def deleted_times(
+    base: Dataset,
+    rows: Rows,
+    *,
+    has_shards: bool,
+) -> dict[str, DeletedTimes]:
     """Return by clip what these rows own, for clips of which others are left.
 
     With ``has_shards`` the geometry of such clips is read, for the times of lidars.
@@ -266,7 +271,11 @@ def _compute_measured_ns(points: F32, channel: Channel, timestamp_ns: int) -> I6
     return timestamp_ns - np.round(age_s * 1e9).astype(np.int64)
 
 
-def _read_raw(source: Dataset, number: int, names: Sequence[str]) -> dict[str, memoryview]:
+def _read_raw(
+    source: Dataset,
+    number: int,
+    names: Sequence[str],
+) -> dict[str, memoryview]:
     """Return the raw bytes of some members of a sample in a folder, by field name, checked."""
     row = source.index.row(number)
     path = source.shard_path(row)

@@ -81,7 +81,11 @@ def filename(
     return f"{'samples' if is_key_frame else 'sweeps'}/{channel}/{logfile}__{channel}__{timestamp_us}.{suffix}"
 
 
-def record(world: SynthOptions, root: Path, capture: Capture) -> tuple[Capture, list[Sighting]]:
+def record(
+    world: SynthOptions,
+    root: Path,
+    capture: Capture,
+) -> tuple[Capture, list[Sighting]]:
     """Write the files of a capture below ``root``, whose folders exist; return what a keyframe
     shows of each actor.
 
@@ -149,7 +153,11 @@ def record(world: SynthOptions, root: Path, capture: Capture) -> tuple[Capture, 
     return capture, sightings
 
 
-def top_view_tokens(clip: SynthClip, solids: list[Solid], capture_us: int) -> NDArray[np.uint16]:
+def top_view_tokens(
+    clip: SynthClip,
+    solids: list[Solid],
+    capture_us: int,
+) -> NDArray[np.uint16]:
     """Return the tokens (1025,) that `TOKENS` describes."""
     global2ego = invert_rigid(clip.ego2global(capture_us))
     cells = np.zeros((_CELLS, _CELLS), np.uint16)

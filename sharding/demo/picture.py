@@ -198,7 +198,11 @@ def owners(
     return actors, alone
 
 
-def visible_shares(clip: SynthClip, solids: list[Solid], capture_us: int) -> dict[int, float]:
+def visible_shares(
+    clip: SynthClip,
+    solids: list[Solid],
+    capture_us: int,
+) -> dict[int, float]:
     """Return the share 0..1 of each actor's silhouettes that nothing nearer hides, for actors in
     at least one image.
     """

@@ -152,7 +152,11 @@ def footprints_overlap(first: F64, second: F64) -> bool:
     return not bool(apart.all())
 
 
-def line_the_road(draw: np.random.Generator, road: Road, route_m: float) -> tuple[Solid, ...]:
+def line_the_road(
+    draw: np.random.Generator,
+    road: Road,
+    route_m: float,
+) -> tuple[Solid, ...]:
     """Return buildings, trees and posts on both sides of the road, from behind the start to past
     the end.
     """
@@ -316,7 +320,11 @@ def _place_vehicles(
             along += SIZES_WLH[category][1] + draw.uniform(1.4, 11.0)
 
 
-def _place_people(draw: np.random.Generator, start: float, end: float) -> Iterator[Actor]:
+def _place_people(
+    draw: np.random.Generator,
+    start: float,
+    end: float,
+) -> Iterator[Actor]:
     def somewhere(near: float, far: float) -> tuple[float, float]:
         return draw.uniform(start, end), draw.choice([-1.0, 1.0]) * draw.uniform(near, far)
 

@@ -123,7 +123,11 @@ def assign_splits(
     return clips_by_split
 
 
-def _assign_by_share(clips: Mapping[int, str], shares: Splits, seed: int) -> dict[str, list[int]]:
+def _assign_by_share(
+    clips: Mapping[int, str],
+    shares: Splits,
+    seed: int,
+) -> dict[str, list[int]]:
     """Clip number to clip id, by share.
 
     Largest remainders on clips in the order of a keyed hash of their ids; every split gets one clip

@@ -496,7 +496,12 @@ class WebDataset(FrameSource[WebDatasetSettings]):
         if pending:
             yield self._begin_clip(name, pending, names_seen)
 
-    def _begin_clip(self, name: str, samples: list[_Sample], names_seen: set[str]) -> Clip:
+    def _begin_clip(
+        self,
+        name: str,
+        samples: list[_Sample],
+        names_seen: set[str],
+    ) -> Clip:
         if name in names_seen:
             raise SourceError(
                 f"tar '{self.files.shown}/{samples[0].tar}': clip '{name}' comes again at "

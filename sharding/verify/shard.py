@@ -118,7 +118,12 @@ class ShardCheck:
             self._check(shard, view)
         return self
 
-    def _fault(self, text: str, offset: int | None = None, key: str | None = None) -> None:
+    def _fault(
+        self,
+        text: str,
+        offset: int | None = None,
+        key: str | None = None,
+    ) -> None:
         self.faults.append(
             Fault(
                 file=self.shard.name,
@@ -191,7 +196,12 @@ class ShardCheck:
                 self.faults.append(Fault(INDEX_FILE, str(error)))
                 return
 
-    def _check_members(self, row: IndexRow, members: dict[int, FoundMember], readable: int) -> None:
+    def _check_members(
+        self,
+        row: IndexRow,
+        members: dict[int, FoundMember],
+        readable: int,
+    ) -> None:
         for entry in row.members:
             if entry.name not in self._unsafe and (text := unsafe_ending(entry.name)) is not None:
                 self._unsafe.add(entry.name)  # reported once a shard

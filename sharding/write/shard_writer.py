@@ -168,7 +168,12 @@ class ShardWriter:
             is_kept=False,
         )
 
-    def _write_shard(self, number: int, shard: PlannedShard, pulse: Pulse) -> ShardRecord:
+    def _write_shard(
+        self,
+        number: int,
+        shard: PlannedShard,
+        pulse: Pulse,
+    ) -> ShardRecord:
         job = self._job
         sizes: dict[str, set[tuple[int, int]]] = {}
         digest = hashlib.sha256(self._head(shard))

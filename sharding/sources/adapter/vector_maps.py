@@ -119,7 +119,11 @@ def map_channel(layers: Sequence[str]) -> Channel:
     )
 
 
-def encoded_window(vector_map: VectorMap, ego2global: Sequence[float], channel: Channel) -> bytes:
+def encoded_window(
+    vector_map: VectorMap,
+    ego2global: Sequence[float],
+    channel: Channel,
+) -> bytes:
     """Return the bytes of a :func:`window` about an ego pose of 12 numbers, row by row."""
     return KINDS[channel.kind].encode(
         window(vector_map, np.array(ego2global).reshape(3, 4)), channel

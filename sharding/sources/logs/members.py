@@ -82,7 +82,12 @@ class _Group(NamedTuple):
 class LogMembers:
     """Reads members of logs; ``num_decoded`` counts frames of video."""
 
-    def __init__(self, recordings: Recordings, topics: LogTopics, form: JpegForm) -> None:
+    def __init__(
+        self,
+        recordings: Recordings,
+        topics: LogTopics,
+        form: JpegForm,
+    ) -> None:
         self._recordings = recordings
         self._topics = topics
         self._form = form

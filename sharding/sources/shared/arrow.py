@@ -150,7 +150,11 @@ def is_plain(kind: pa.DataType) -> bool:
     return all(is_plain(kind.field(number).type) for number in range(kind.num_fields))
 
 
-def byte_ranges(data: pa.Array, mapped: pa.Buffer, advice: str) -> list[tuple[int, int]]:
+def byte_ranges(
+    data: pa.Array,
+    mapped: pa.Buffer,
+    advice: str,
+) -> list[tuple[int, int]]:
     """Return offset and length in a mapped Arrow file of each value of a column of bytes; the
     length of null is 0.
 
@@ -267,7 +271,12 @@ def read_parquet(
     return columns(table, where, types)
 
 
-def open_parquet(files: SourceFiles, name: str, *, read_whole: bool = False) -> BoundedParquet:
+def open_parquet(
+    files: SourceFiles,
+    name: str,
+    *,
+    read_whole: bool = False,
+) -> BoundedParquet:
     """Open a file; at a URL by ranges, or with ``read_whole`` at once, which no scan needs.
 
     Raise SourceError for other files.

@@ -203,7 +203,11 @@ def _check_end(data: Buffer, extension: str) -> None:
         )
 
 
-def examined(read: Callable[[int, int], Buffer], num_bytes: int, depth: Depth) -> ImageInfo:
+def examined(
+    read: Callable[[int, int], Buffer],
+    num_bytes: int,
+    depth: Depth,
+) -> ImageInfo:
     """Return what an image of ``num_bytes`` is by its head, after a look at as much of it as
     ``depth`` says.
 

@@ -20,7 +20,12 @@ _MIN_BYTES: Final = 64
 class FileWindow:
     """Bytes of a file, a few at a time: what was read last is kept."""
 
-    def __init__(self, read: Callable[[int, int], bytes], num_bytes: int, where: str) -> None:
+    def __init__(
+        self,
+        read: Callable[[int, int], bytes],
+        num_bytes: int,
+        where: str,
+    ) -> None:
         """Take a function ``read(offset, length)`` of a file of ``num_bytes``; ``where`` names
         it in errors.
         """

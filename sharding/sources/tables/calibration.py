@@ -124,7 +124,13 @@ class CalibrationTable:
     first.
     """
 
-    def __init__(self, table: Table, axes: Mapping[str, str], *, is_corner: bool) -> None:
+    def __init__(
+        self,
+        table: Table,
+        axes: Mapping[str, str],
+        *,
+        is_corner: bool,
+    ) -> None:
         """Take the table; ``axes`` of sensors by name, under "" of all others."""
         self.table = table
         self._axes = axes

@@ -646,7 +646,12 @@ class Manifest(FrameSource[ManifestSettings]):
                 attributes={name: column[row] for name, column in attributes.items()},
             )
 
-    def _complete_calibration(self, clip: Clip, rows: Rows, prefix: str) -> list[RowCalibration]:
+    def _complete_calibration(
+        self,
+        clip: Clip,
+        rows: Rows,
+        prefix: str,
+    ) -> list[RowCalibration]:
         """Return the calibration of the sensor with this prefix of columns, completed from
         ``calibration``.
         """

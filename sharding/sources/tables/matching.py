@@ -54,7 +54,12 @@ def ascending(rows: Rows, times: I64, chosen: NDArray[np.intp]) -> NDArray[np.in
 class SensorRows:
     """The rows of ``sensor_data`` of one clip, by sensor and time."""
 
-    def __init__(self, clip: str, files: RowFiles, calibrations: CalibrationTable) -> None:
+    def __init__(
+        self,
+        clip: str,
+        files: RowFiles,
+        calibrations: CalibrationTable,
+    ) -> None:
         """Sort the rows; raises SourceError for two rows of a sensor with one time."""
         self._clip = clip
         self._files = files

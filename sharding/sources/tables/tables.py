@@ -319,7 +319,11 @@ def _simplify_schema(schema: pa.Schema) -> pa.Schema:
     )
 
 
-def _read_csv_tables(file: pa.NativeFile, name: str, type_of: TypeOf) -> Iterator[pa.Table]:
+def _read_csv_tables(
+    file: pa.NativeFile,
+    name: str,
+    type_of: TypeOf,
+) -> Iterator[pa.Table]:
     read_options = csv.ReadOptions(use_threads=False, block_size=_BLOCK_BYTES)
     header = csv.open_csv(file, read_options).schema.names
     file.seek(0)
@@ -510,7 +514,11 @@ def _read_json_table(
     return table
 
 
-def _iter_lines(block: bytes, name: str, row: int) -> Iterator[tuple[int, dict[str, Any]]]:
+def _iter_lines(
+    block: bytes,
+    name: str,
+    row: int,
+) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield rows with their numbers; raise SourceError for one that is not a JSON object."""
     decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
     for number, line in enumerate((line for line in block.split(b"\n") if line.strip()), row):

@@ -56,7 +56,11 @@ def bytes_by_time(files: SourceFiles, name: str) -> dict[int, int]:
     return dict.fromkeys(times, max(total // max(len(times), 1), 4 * len(POINT_COLUMNS)))
 
 
-def sweeps(files: SourceFiles, name: str, selected: Collection[int]) -> Iterator[tuple[int, F32]]:
+def sweeps(
+    files: SourceFiles,
+    name: str,
+    selected: Collection[int],
+) -> Iterator[tuple[int, F32]]:
     """Yield the points (P, 5) of these frames, by their times [us], as the files have them; each
     file is read once.
 
@@ -134,7 +138,12 @@ def sweeps(files: SourceFiles, name: str, selected: Collection[int]) -> Iterator
 class _PixelPoses:
     """Poses of the vehicle for each pixel of the top lidar, in step with its range images."""
 
-    def __init__(self, files: SourceFiles, name: str, selected: Collection[int]) -> None:
+    def __init__(
+        self,
+        files: SourceFiles,
+        name: str,
+        selected: Collection[int],
+    ) -> None:
         self._poses: dict[tuple[int, int], F32] = {}
         keys = read_parquet(files, name, _KEYS, read_whole=True)
         self._keys = set(zip(keys[_TIME].tolist(), keys[_LASER].tolist(), strict=True))

@@ -30,7 +30,12 @@ class FileRecord(NamedTuple):
     end: int
 
 
-def records(window: FileWindow, *, read_whole: bool, payloads: bool) -> Iterator[FileRecord]:
+def records(
+    window: FileWindow,
+    *,
+    read_whole: bool,
+    payloads: bool,
+) -> Iterator[FileRecord]:
     """Yield the records of a file, in order; check the checksums of lengths, with ``payloads``
     those of bytes too.
 

@@ -90,7 +90,13 @@ class LogFile:
     naming the file.
     """
 
-    def __init__(self, files: SourceFiles, name: str, *, is_packed: bool = False) -> None:
+    def __init__(
+        self,
+        files: SourceFiles,
+        name: str,
+        *,
+        is_packed: bool = False,
+    ) -> None:
         self._files = files
         self._name = name
         self._where = f"file '{files.shown}/{name}'"

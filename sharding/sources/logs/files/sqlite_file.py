@@ -48,7 +48,13 @@ READ_WITH_WAL: Final = "files read with the -wal beside them, as a killed record
 class SqliteFile(LogFile):
     """One ``.db3`` file, with its write-ahead log. Nothing is written beside it."""
 
-    def __init__(self, files: SourceFiles, name: str, *, is_packed: bool = False) -> None:
+    def __init__(
+        self,
+        files: SourceFiles,
+        name: str,
+        *,
+        is_packed: bool = False,
+    ) -> None:
         super().__init__(files, name, is_packed=is_packed)
         path = files.path(name)
         if path is None:

@@ -133,7 +133,11 @@ class FrameTree:
         return frame, transform
 
 
-def edges_trajectory(parts: Sequence[Edges], where: str, max_gap_s: float) -> Trajectory:
+def edges_trajectory(
+    parts: Sequence[Edges],
+    where: str,
+    max_gap_s: float,
+) -> Trajectory:
     """Return the trajectory of one moving frame, in time order; of edges with the same stamp the
     first counts.
     """

@@ -55,7 +55,11 @@ def image_box_channels(cameras: Sequence[str]) -> tuple[Channel, ...]:
     return tuple(boxes2d_channel(name.lower(), _DESCRIPTION) for name in cameras)
 
 
-def image_boxes(rows: SceneRows, number: int, boxes: BoxRows) -> dict[str, ImageBoxRows]:
+def image_boxes(
+    rows: SceneRows,
+    number: int,
+    boxes: BoxRows,
+) -> dict[str, ImageBoxRows]:
     """Return the 2-D boxes of one sample by camera; raise SourceError for an image that is not
     rectified.
     """

@@ -184,7 +184,11 @@ class CanBus:
 
 
 @lru_cache(maxsize=8)
-def _parse_file(read: Callable[[str], bytes], message: str, file: str) -> tuple[I64, F64]:
+def _parse_file(
+    read: Callable[[str], bytes],
+    message: str,
+    file: str,
+) -> tuple[I64, F64]:
     """Return times [us] (N,) and values (N, C) of a file; kept for the samples of its scene that
     follow.
     """

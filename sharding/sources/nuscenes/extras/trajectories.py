@@ -49,7 +49,12 @@ AGENTS: Final = Channel(
 class Trajectories:
     """Trajectories of the ego vehicle and, where the tables have annotations, of the boxes."""
 
-    def __init__(self, disk: Disk, keyframes: Keyframes, annotations: Annotations) -> None:
+    def __init__(
+        self,
+        disk: Disk,
+        keyframes: Keyframes,
+        annotations: Annotations,
+    ) -> None:
         self._annotations = annotations
         self._links = keyframes.joined["sample"].links
         self.channels = (EGO, AGENTS) if len(annotations) else (EGO,)
