@@ -131,8 +131,10 @@ def record(
     if not capture.is_key_frame:
         return capture, []
     lidar2global = clip.ego2global(capture.timestamp_us) @ clip.rig.lidar.sensor2ego
-    places = move_points(points[:, :3].astype(np.float64), lidar2global)
-    places = places[np.argsort(places[:, 0], kind="stable")]
+    in_lidar = points[:, :3].astype(np.float64)
+    places = move_points(in_lidar, lidar2global)
+    by_x = np.argsort(places[:, 0], kind="stable")
+    places = places[by_x]
     shares = visible_shares(clip, solids, capture.timestamp_us)
     sightings = []
     for solid in solids:
@@ -140,9 +142,9 @@ def record(
             continue
         # Only points near in x can be in its box.
         reach = math.hypot(*solid.size_lwh[:2])
-        low, high = np.searchsorted(
-            places[:, 0], (solid.centre[0] - reach, solid.centre[0] + reach)
-        )
+        x = solid.centre[0]
+        ends = (x - reach, x + reach)
+        low, high = np.searchsorted(places[:, 0], ends)
         sightings.append(
             Sighting(
                 actor=solid.actor,
@@ -164,7 +166,8 @@ def top_view_tokens(
     for solid in solids:
         place = global2ego[:3, :3] @ solid.centre + global2ego[:3, 3]
         row, column = (int(coordinate // _CELL_M) + _CELLS // 2 for coordinate in place[:2])
-        if solid.actor < 0 or not (0 <= row < _CELLS and 0 <= column < _CELLS):
+        is_inside = 0 <= row < _CELLS and 0 <= column < _CELLS
+        if solid.actor < 0 or not is_inside:
             continue
         category = clip.actors[solid.actor].category
         kind = next(
@@ -174,8 +177,11 @@ def top_view_tokens(
             np.cos(solid.yaw_rad),
             np.sin(solid.yaw_rad),
         )
-        heading = int(np.arctan2(along[1], along[0]) / np.pi * 4) % 8
+        turn = np.arctan2(along[1], along[0]) / np.pi
+        heading = int(turn * 4) % 8
         cells[row, column] = kind + 6 * heading
     middle = np.arange(_CELLS) - (_CELLS - 1) / 2
-    nearest = np.argsort((middle[:, None] ** 2 + middle**2).ravel(), kind="stable")
-    return np.concatenate([np.array([_START], np.uint16), cells.ravel()[nearest]])
+    squared_distance = middle[:, None] ** 2 + middle**2
+    nearest = np.argsort(squared_distance.ravel(), kind="stable")
+    begin = np.array([_START], np.uint16)
+    return np.concatenate([begin, cells.ravel()[nearest]])

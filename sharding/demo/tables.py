@@ -99,7 +99,8 @@ def splits(world: SynthOptions) -> dict[str, list[str]]:
     """
     names = [make_clip(world, index).name for index in range(world.clips)]
     val = names[_VAL_EVERY - 1 :: _VAL_EVERY] or names[1:][-1:]
-    return {"train": [name for name in names if name not in val], "val": val}
+    train = [name for name in names if name not in val]
+    return {"train": train, "val": val}
 
 
 def make_tables(
