@@ -237,7 +237,8 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
                 if (match := _CITY.search(name))
             ]
             city = {"location": cities[0]} if cities else {}
-            files = tuple(f"{folder}/{name}" for name in (*_TABLES, *self._list_maps(folder)))
+            names_of_log = (*_TABLES, *self._list_maps(folder))
+            files = tuple(f"{folder}/{name}" for name in names_of_log)
             yield Clip(
                 name=log,
                 split=split,
@@ -251,9 +252,11 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
         sensor.
         """
         name = f"{_join_folder(clip)}/city_SE3_egovehicle.feather"
-        rows = read_feather(self.files, name, {"timestamp_ns": pa.int64(), **_POSE})
+        types = {"timestamp_ns": pa.int64(), **_POSE}
+        rows = read_feather(self.files, name, types)
         where = f"table '{self.files.shown}/{name}'"
-        poses = pose(stacked(rows, QUATERNION), stacked(rows, TRANSLATION), where)
+        rotations = stacked(rows, QUATERNION)
+        poses = pose(rotations, stacked(rows, TRANSLATION), where)
         return Trajectory(
             timestamp_ns=rows["timestamp_ns"],
             ego2global=poses,
@@ -329,7 +332,8 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
         """
         columns = read_feather(self.files, ref, _POINTS)
         columns["offset_ns"] = columns["offset_ns"] * 1e-9
-        return np.stack([columns[name] for name in _POINTS], 1).astype(np.float32)
+        points = np.stack([columns[name] for name in _POINTS], 1)
+        return points.astype(np.float32)
 
     def _list_stamps(self, folder: str, *parts: str, suffix: str) -> I64:
         """Return the times in the names of a sensor's files, ascending; none without its folder."""
@@ -355,7 +359,8 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
             for name in ("intrinsics", "egovehicle_SE3_sensor")
         ]
         lenses = read_feather(self.files, names[0], _INTRINSICS)
-        mounts = read_feather(self.files, names[1], {"sensor_name": pa.string(), **_POSE})
+        mount_types = {"sensor_name": pa.string(), **_POSE}
+        mounts = read_feather(self.files, names[1], mount_types)
         for table, name in zip((lenses, mounts), names, strict=True):
             check_unique(
                 table["sensor_name"].tolist(),
@@ -363,7 +368,8 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
                 "the sensor",
             )
         where = f"table '{self.files.shown}/{names[1]}'"
-        sensor2ego = pose(stacked(mounts, QUATERNION), stacked(mounts, TRANSLATION), where)
+        rotations = stacked(mounts, QUATERNION)
+        sensor2ego = pose(rotations, stacked(mounts, TRANSLATION), where)
         by_name = dict(zip(mounts["sensor_name"].tolist(), sensor2ego, strict=True))
         calibration = {}
         for row, name in enumerate(lenses["sensor_name"].tolist()):
@@ -426,7 +432,8 @@ def matched(stamps: I64, times: I64, match: str) -> NDArray[np.intp]:
     """
     if match == "nearest":
         rows = nearest(stamps, times)
-        return np.where(np.abs(stamps[rows] - times) <= NEAREST_NS, rows, -1)
+        distance = np.abs(stamps[rows] - times)
+        return np.where(distance <= NEAREST_NS, rows, -1)
     after = np.searchsorted(stamps, times)
     next_starts = np.append(times[1:], np.iinfo(np.int64).max)
     ends = np.minimum(next_starts, times + SWEEP_NS)

@@ -68,7 +68,8 @@ class ImageFolder(FrameSource[FrameSettings]):
         """Return the classes of all splits, in the order of names; an empty one has its number
         too.
         """
-        return sorted({name for names in self._list_folders().values() for name in names})
+        folders = self._list_folders().values()
+        return sorted({name for names in folders for name in names})
 
     def sensors(self) -> Sensors:
         """Return the one camera."""

@@ -347,9 +347,11 @@ class WebDataset(FrameSource[WebDatasetSettings]):
         values = ValueForms()
         attributes = ValueForms()
         has_json = False
-        for sample in islice(self.iter_samples(), self.settings.first_samples or None):
+        first_samples = islice(self.iter_samples(), self.settings.first_samples or None)
+        for sample in first_samples:
             has_json |= self.settings.meta in sample.members
-            sample_values = self._reader.values(sample, self._reader.json(sample, Counter()).values)
+            json = self._reader.json(sample, Counter())
+            sample_values = self._reader.values(sample, json.values)
             for forms, stated in (
                 (values, sample_values.values),
                 (attributes, sample_values.attributes),
@@ -457,7 +459,8 @@ class WebDataset(FrameSource[WebDatasetSettings]):
         ):
             data = data or b""
             if member.name.lower().endswith(whole_endings):
-                is_kept = member.length <= _MOST_VALUE_BYTES or member.name.lower().endswith(json)
+                ending = member.name.lower()
+                is_kept = member.length <= _MOST_VALUE_BYTES or ending.endswith(json)
                 read[member.name] = _Read(data=data if is_kept else b"")
             else:
                 try:
@@ -477,9 +480,8 @@ class WebDataset(FrameSource[WebDatasetSettings]):
         pending: list[_Sample] = []
         for sample in self.iter_samples(self.noted):
             if not self.settings.clip:
-                clip_name = (
-                    sample.tar.partition(".tar")[0].removesuffix(".tgz").removesuffix(".tzst")
-                )
+                stem = sample.tar.partition(".tar")[0]
+                clip_name = stem.removesuffix(".tgz").removesuffix(".tzst")
             else:
                 match = re.search(self.settings.clip, sample.key)
                 if match is None or not match[1]:
@@ -678,7 +680,8 @@ def _iter_keyed(
             noted["hidden members left out"] += 1
             continue
         match = _NAME.match(member.name)
-        if match is None or match[1].rpartition("/")[2].startswith("__"):
+        stem = "" if match is None else match[1].rpartition("/")[2]
+        if match is None or stem.startswith("__"):
             noted["members left out, without a key or an extension"] += 1
             continue
         yield match[1], match[2].lower(), member

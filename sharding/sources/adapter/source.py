@@ -231,7 +231,8 @@ class FrameSource(Generic[S]):
     def options(self) -> dict[str, Any]:
         """All options; a mapping file of classes as what it says."""
         # Stored options have no tuples.
-        values: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self.settings))
+        encoded = msgspec.json.encode(self.settings)
+        values: dict[str, Any] = msgspec.json.decode(encoded)
         return recorded(values)
 
     @property
@@ -325,7 +326,8 @@ class FrameSource(Generic[S]):
             summary = (type(self).__doc__ or "").strip().partition("\n")[0]
             patterns = CONTENTS.get(self.kind)
             looked_for = f"; looked for {', '.join(patterns)}" if patterns else ""
-            contents = ", ".join(map(shortened, self.files.listed()[:_MOST_LISTED])) or "nothing"
+            shown = map(shortened, self.files.listed()[:_MOST_LISTED])
+            contents = ", ".join(shown) or "nothing"
             raise SourceError(
                 f"the {self.kind} source '{self.files.shown}' has no clips{looked_for}; in "
                 f"it is {contents}; the kind is for: {summary}"
@@ -378,7 +380,8 @@ class FrameSource(Generic[S]):
         if ref.startswith(POINTS):
             return encode_points(self.points(ref.removeprefix(POINTS)))
         if ref.startswith(MADE_PREFIX):
-            return next(self.make_images([ref.removeprefix(MADE_PREFIX)]))[1]
+            made_ref = ref.removeprefix(MADE_PREFIX)
+            return next(self.make_images([made_ref]))[1]
         image = ref.removeprefix(PLAIN)
         if image != ref:
             return plain_png(self._read_bytes(image))

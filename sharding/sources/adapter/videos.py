@@ -152,7 +152,8 @@ class VideoSource(FrameSource[S]):
     def __init__(self, location: str, options: dict[str, Any]) -> None:
         super().__init__(location, options)
         self.settings.check_libraries()
-        self._videos = Videos(self.files, only_keyframes=self.settings.frames == "keyframes")
+        only_keyframes = self.settings.frames == "keyframes"
+        self._videos = Videos(self.files, only_keyframes=only_keyframes)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -169,4 +170,5 @@ class VideoSource(FrameSource[S]):
 
     def make_images(self, refs: Sequence[str]) -> Iterator[tuple[str, bytes]]:
         """Decode frames of video, each once."""
-        return self._videos.jpegs(refs, self.stored or JpegForm(self.settings.video_quality))
+        form = self.stored or JpegForm(self.settings.video_quality)
+        return self._videos.jpegs(refs, form)

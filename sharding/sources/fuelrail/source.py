@@ -142,7 +142,8 @@ class FuelrailSource:
         for clip, number in owners:
             # A part's samples come clip by clip in the order of the ids, as the owners do.
             for position, sample in enumerate(next(walks[number])):
-                stored = sample._replace(attributes={**dict.fromkeys(types), **sample.attributes})
+                attributes = {**dict.fromkeys(types), **sample.attributes}
+                stored = sample._replace(attributes=attributes)
                 self._append_sample(
                     out,
                     number=number,
@@ -256,7 +257,8 @@ class FuelrailSource:
                 or (is_points and not self._options.points)
             ):
                 continue
-            camera = meta.cameras.get(member.name.partition(".")[0])
+            camera_name = member.name.partition(".")[0]
+            camera = meta.cameras.get(camera_name)
             size = (0, 0) if camera is None else (camera.width, camera.height)
             members.append(
                 Reference(

@@ -121,7 +121,8 @@ class FrameMaker:
                 if row >= 0:
                     swept, items = index.series[self._lidars[channel]]
                     num_bytes = 128 + items[row].num_points * 4 * len(COLUMNS)
-                    ref = Job("points", self._lidars[channel], items[row].place).ref
+                    job = Job("points", self._lidars[channel], items[row].place)
+                    ref = job.ref
                     sweeps[channel] = Sweep(
                         ref=ref,
                         timestamp_ns=int(swept[row]),
@@ -175,7 +176,8 @@ class FrameMaker:
                 sensor2ego = mount
                 if self._poses is not None:
                     # To ego at the sample's time, by the poses at both times.
-                    measured, sampled = self._poses.at(np.array([stamps[row], time]))
+                    times_of_both = np.array([stamps[row], time])
+                    measured, sampled = self._poses.at(times_of_both)
                     sensor2ego = invert_rigid(sampled) @ measured @ mount
                 if np.isnan(sensor2ego).any():
                     continue
@@ -206,11 +208,12 @@ class FrameMaker:
             return []
         stamps, values = self._index.signals[self._gps]
         column = self._index.columns[self._gps].index
-        places = values[:, [column(name) for name in ("latitude", "longitude", "altitude")]]
+        place_columns = [column(name) for name in ("latitude", "longitude", "altitude")]
+        places = values[:, place_columns]
         rows = nearest(stamps, times)
-        is_known = (np.abs(stamps[rows] - times) <= self._settings.max_gap_s * 1e9) & ~np.isnan(
-            places[rows]
-        ).any(1)
+        apart_ns = np.abs(stamps[rows] - times)
+        has_place = ~np.isnan(places[rows]).any(1)
+        is_known = has_place & (apart_ns <= self._settings.max_gap_s * 1e9)
         is_known &= values[rows, column("status.status")] >= 0  # -1 is without a fix
         pairs = zip(is_known.tolist(), places[rows].tolist(), strict=True)
         return [
@@ -240,7 +243,8 @@ class FrameMaker:
         rows = sync.matched(times, stamps, offset_ns, tolerance_ns)
         if len(stamps) and (rows < 0).all():
             apart_ns = stamps[nearest(stamps, times)] - times
-            self._apart[topic] = float(apart_ns[np.abs(apart_ns).argmin()]) * 1e-9
+            closest = np.abs(apart_ns).argmin()
+            self._apart[topic] = float(apart_ns[closest]) * 1e-9
         return rows
 
     def _find_info_topic(self, channel: str, topic: str) -> str:

@@ -155,9 +155,11 @@ class LogIndex:
                 items = list(itertools.compress(items, keys))
                 stamps = stamps[np.array(keys, np.bool_)]
             times, first = np.unique(stamps, return_index=True)
+            num_backward = int(np.count_nonzero(np.diff(stamps) < 0))
+            num_repeated = len(stamps) - len(times)
             for fault, number in (
-                ("out of order", int(np.count_nonzero(np.diff(stamps) < 0))),
-                ("with the stamp of another", len(stamps) - len(times)),
+                ("out of order", num_backward),
+                ("with the stamp of another", num_repeated),
             ):
                 if number:
                     self.noted[f"{topic}: messages {fault}"] = number
@@ -284,7 +286,8 @@ class LogIndex:
             elif name == poses:
                 self.poses += self._drop_reset_edges(name, messages, reader.poses(messages))
             elif topics[name].type in CALIBRATIONS:
-                self.calibrations.setdefault(name, []).extend(reader.calibrations(messages))
+                calibrations = reader.calibrations(messages)
+                self.calibrations.setdefault(name, []).extend(calibrations)
             elif topics[name].type in TRANSFORMS:
                 is_static = name.endswith("static")
                 parts = reader.edges(messages)
@@ -332,7 +335,8 @@ class LogIndex:
     ) -> tuple[int, Shot]:
         picture = reader.picture(message)
         if reader.is_proto and not picture.stamp_ns and self._clock == "header":
-            message = msgspec.structs.replace(message, data=file.read(message.place).data)
+            data = file.read(message.place).data
+            message = msgspec.structs.replace(message, data=data)
             picture = reader.picture(message)  # protobuf may have the stamp behind the picture
         if picture.frame_id:  # where it is behind the picture, that of the calibration counts
             self.frame_ids.setdefault(topic.name, picture.frame_id)
@@ -410,12 +414,15 @@ class LogIndex:
         picture: Picture,
         where: str,
     ) -> Shot:
-        data = memoryview(message.data)[picture.offset : picture.offset + picture.length]
+        end = picture.offset + picture.length
+        data = memoryview(message.data)[picture.offset : end]
         number, num_bytes = self.videos.get(topic.name, (0, 0))
         self.videos[topic.name] = number + 1, num_bytes + picture.length
         codec = self._codecs.get(topic.name)
         if codec is None:  # the first message states it behind the picture
-            codec = self._codecs[topic.name] = Reader(topic).video_format(file.read(message.place))
+            whole_message = file.read(message.place)
+            codec = Reader(topic).video_format(whole_message)
+            self._codecs[topic.name] = codec
         if is_keyframe(data, codec, where):
             self._keys[topic.name] = message.place
             if topic.name not in self._sizes:
@@ -449,7 +456,8 @@ class LogIndex:
         """
         if not len(stamps):
             return np.ones(0, np.bool_)
-        latest, recorded_ns = self._latest.get(topic_name, (int(stamps[0]), int(log_ns[0])))
+        first_times = (int(stamps[0]), int(log_ns[0]))
+        latest, recorded_ns = self._latest.get(topic_name, first_times)
         all_stamps = np.concatenate([[latest], stamps])
         latest_before = np.maximum.accumulate(all_stamps)[:-1]
         passed_ns = stamps - latest_before
@@ -457,10 +465,11 @@ class LogIndex:
         jumps = np.flatnonzero(passed_ns > self._max_gap_ns)
         if len(jumps):
             before = np.searchsorted(newest, jumps) - 1
-            since_ns = log_ns[jumps] - np.where(before < 0, recorded_ns, log_ns[newest[before]])
-            number = int(
-                np.count_nonzero((since_ns > 0) & (since_ns < passed_ns[jumps] - self._max_gap_ns))
-            )
+            before_ns = np.where(before < 0, recorded_ns, log_ns[newest[before]])
+            since_ns = log_ns[jumps] - before_ns
+            gap_ns = passed_ns[jumps] - self._max_gap_ns
+            is_reset = (since_ns > 0) & (since_ns < gap_ns)
+            number = int(np.count_nonzero(is_reset))
             if number:
                 self.noted[f"{topic_name}: clock set forward"] += number
         if len(newest):
@@ -531,7 +540,8 @@ class LogIndex:
         if self._clock == "log_time":
             stamp_ns = log_ns
         elif not stamp_ns.all():
-            self._choose_stamp(topic, messages[int(np.argmin(stamp_ns != 0))], 0)
+            row = int(np.argmin(stamp_ns != 0))
+            self._choose_stamp(topic, messages[row], 0)
         return stamp_ns, self._ascending_mask(
             topic + part,
             stamp_ns,

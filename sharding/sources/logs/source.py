@@ -144,14 +144,15 @@ class LogSource(FrameSource[LogSettings]):
         """
         assert self.channels is not None, "they are checked first"
         self.topics.check(f"the {self.kind} source '{self.files.shown}'")
-        self.time_base = (
-            "unix" if self._is_unix(self._open_index(self.recordings.logs[0][0])) else "boot"
-        )
+        first_log = self.recordings.logs[0][0]
+        is_unix = self._is_unix(self._open_index(first_log))
+        self.time_base = "unix" if is_unix else "boot"
         self.image_boxes = {
             channel: f"of topic {topic}; row is -1"
             for channel, topic in self.settings.boxes2d.items()
         }
-        return Sensors.from_names(self.topics.cameras, dict.fromkeys(self.topics.lidars, COLUMNS))
+        lidars = dict.fromkeys(self.topics.lidars, COLUMNS)
+        return Sensors.from_names(self.topics.cameras, lidars)
 
     def clips(self) -> Iterator[Clip]:
         """Yield the parts of each log: cut at gaps of the reference, and after ``clip_seconds``."""
@@ -167,7 +168,8 @@ class LogSource(FrameSource[LogSettings]):
                     "kind: of one they count from 1970, of the other from a start of the "
                     "machine; shard them apart, or with clock=log_time"
                 )
-            topic = {**self.topics.cameras, **self.topics.lidars}[reference]
+            topics = {**self.topics.cameras, **self.topics.lidars}
+            topic = topics[reference]
             stamps = thinned(index.series[topic].stamps, settings.rate)
             parts = sync.cuts(
                 stamps,
@@ -213,7 +215,8 @@ class LogSource(FrameSource[LogSettings]):
         )
         if child in ("", settings.ego_frame):
             return moved
-        times = np.unique(np.concatenate([part.stamp_ns for part in index.poses]))
+        stamps = [part.stamp_ns for part in index.poses]
+        times = np.unique(np.concatenate(stamps))
         ego2child = index.tree.sensor2ego(settings.ego_frame, child)
         return Trajectory(
             times,
@@ -306,7 +309,8 @@ class LogSource(FrameSource[LogSettings]):
                 self.topics,
             )
             num_read = self._index.num_read
-            for topic, number in self.recordings.num_stated.get(log, {}).items():
+            num_stated = self.recordings.num_stated.get(log, {})
+            for topic, number in num_stated.items():
                 if topic in num_read and num_read[topic] < number:
                     text = f"{topic}: messages that {METADATA} counts and no file has"
                     self._index.noted[text] += number - num_read[topic]

@@ -51,7 +51,9 @@ class LogTopics:
     @property
     def reference(self) -> str:
         """The channel that makes the frames."""
-        return self.settings.reference or next(iter(self.lidars), "") or next(iter(self.cameras))
+        if self.settings.reference:
+            return self.settings.reference
+        return next(iter((*self.lidars, *self.cameras)))
 
     @property
     def videos(self) -> list[str]:
@@ -65,7 +67,8 @@ class LogTopics:
     @property
     def levels(self) -> dict[str, tuple[int, int]]:
         """The values that become black and white, of raw pictures of 16 bits, by topic."""
-        return {self.cameras[channel]: levels for channel, levels in self.settings.levels.items()}
+        levels = self.settings.levels
+        return {self.cameras[channel]: limits for channel, limits in levels.items()}
 
     @property
     def gps(self) -> str:

@@ -234,7 +234,8 @@ class NuScenesOptions(FrameSettings, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         """Check that the options go together."""
-        if self.radar_sweeps < 0 or (self.radar_sweeps and "radar" not in self.channels):
+        has_sweeps = self.radar_sweeps > 0
+        if self.radar_sweeps < 0 or (has_sweeps and "radar" not in self.channels):
             raise ConfigError(
                 f"radar_sweeps={self.radar_sweeps} must be 0 or more, and 0 without "
                 "channels=[radar]"
@@ -253,7 +254,8 @@ class TableSource(FrameSource[S]):
     def points(self, ref: str) -> F32:
         """Read a sweep: rows of five float32, ``.npy``, or PCD with these columns; or a radar's."""
         if ref.startswith("{"):
-            return msgspec.json.decode(ref, type=RadarFiles).points(self.files.read)
+            radar = msgspec.json.decode(ref, type=RadarFiles)
+            return radar.points(self.files.read)
         return parse_points(
             self.files.read(ref),
             POINT_COLUMNS,
@@ -462,9 +464,9 @@ class NuScenesSource(TableSource[NuScenesOptions]):
                     f"table 'sample' has {len(samples)} of it"
                 )
             following = table.links["next"][samples]
-            wrong = (following != np.append(samples[1:], -1)[: len(samples)]) & ~(
-                is_cut & (following < 0)
-            )
+            expected = np.append(samples[1:], -1)[: len(samples)]
+            is_link_cut = is_cut & (following < 0)
+            wrong = (following != expected) & ~is_link_cut
             if wrong.any():
                 raise SourceError(
                     f"table 'sample': row '{table.tokens[int(samples[wrong.argmax()])]}' of "
@@ -522,7 +524,8 @@ class NuScenesSource(TableSource[NuScenesOptions]):
                 raise SourceError(f"table 'sample': row '{token}' has no sensor data at all")
             for lidar, sweep in rows.lidars[number].items():
                 if not sweep.absent and not sweep.ref.endswith(_POINT_FILES):
-                    row = keyframes.joined["sample_data"].tokens[rows.row_of(number, lidar)]
+                    data_row = rows.row_of(number, lidar)
+                    row = keyframes.joined["sample_data"].tokens[data_row]
                     raise SourceError(
                         f"table 'sample_data': row '{row}' of a lidar has the file "
                         f"'{sweep.ref}', of a kind that is not read; read are "
@@ -565,9 +568,11 @@ class NuScenesSource(TableSource[NuScenesOptions]):
         frame.
         """
         if ref.startswith("{"):
-            return msgspec.json.decode(ref, type=CanMessages).member(self.files.read)
+            messages = msgspec.json.decode(ref, type=CanMessages)
+            return messages.member(self.files.read)
         if ref.startswith("["):
-            return msgspec.json.decode(ref, type=SweepList).member(self.points)
+            sweeps = msgspec.json.decode(ref, type=SweepList)
+            return sweeps.member(self.points)
         return super().open(ref)
 
     def _version(self) -> str:

@@ -146,7 +146,9 @@ class T4(TableSource[T4Settings]):
     def __init__(self, location: str, options: dict[str, Any]) -> None:
         super().__init__(location, options)
         read_map = partial(_read_map, self.files, self.noted)
-        self.maps = MapWindows(lanelet2.MAP_LAYERS, read_map) if self.settings.map else None
+        self.maps = None
+        if self.settings.map:
+            self.maps = MapWindows(lanelet2.MAP_LAYERS, read_map)
         self._state_channel = vehicle_state.state_channel(series=self.settings.series)
 
     def scan(self, out: ScanWriter) -> ScanInfo:
@@ -227,14 +229,16 @@ class T4(TableSource[T4Settings]):
         """Yield the scene of each dataset."""
         for dataset in self._datasets():
             with self._naming(dataset):
-                joined = Joined(self._tables(dataset), Disk(self._folder), SCENES)
+                disk = Disk(self._folder)
+                joined = Joined(self._tables(dataset), disk, SCENES)
             scenes: list[Scene] = joined["scene"].records
             if len(scenes) != 1:
                 raise SourceError(
                     f"'{self.files.shown}/{dataset}{_FOLDER}' has {len(scenes)} scenes, "
                     "expected one"
                 )
-            log = joined["log"].records[int(joined["scene"].links["log_token"][0])]
+            log_row = int(joined["scene"].links["log_token"][0])
+            log = joined["log"].records[log_row]
             (scene,) = scenes
             maps: list[str] = []
             if self.settings.map:
@@ -287,11 +291,13 @@ class T4(TableSource[T4Settings]):
                 )
                 for record, category_row in zip(records, categories.tolist(), strict=True):
                     name = category.records[category_row].name
-                    in_images.setdefault(record.sample_data_token, []).append((record, name))
+                    annotations = in_images.setdefault(record.sample_data_token, [])
+                    annotations.append((record, name))
         ((_, samples),) = keyframes.scenes()
         rows = keyframes.scene_rows(samples)
         boxes = Annotations(joined, disk).scene_boxes(rows, self.box_attributes)
-        windows = self.maps if clip.files[:1] == (f"{dataset}{lanelet2.FILE}",) else None
+        has_map = clip.files[:1] == (f"{dataset}{lanelet2.FILE}",)
+        windows = self.maps if has_map else None
         if self.maps is not None and windows is None:
             self.noted["datasets without a map"] += 1
         for token, timestamp_us in zip(rows.tokens, rows.timestamp_us, strict=True):

@@ -242,7 +242,8 @@ def _decode_pieces(
         end = len(pending)
         while (end := pending.rfind(b"}", 0, end)) > 0:
             rest = pending[end + 1 : end + 64].lstrip()
-            if rest.startswith(b",") and rest[1:].lstrip().startswith(b"{"):
+            next_record = rest[1:].lstrip()
+            if rest.startswith(b",") and next_record.startswith(b"{"):
                 break
         if end > 0:
             cut = end + 1

@@ -109,7 +109,8 @@ def shared(matrices: F64 | None, count: int) -> list[F64 | None]:
     """Return matrices (R, N, N) as a list in which equal ones are the same object; None for NaN."""
     if matrices is None or not count:
         return [None] * count
-    is_known: list[bool] = np.asarray(~np.isnan(matrices).all((1, 2))).tolist()
+    is_unknown = np.isnan(matrices).all((1, 2))
+    is_known: list[bool] = np.asarray(~is_unknown).tolist()
     if is_known[0] and (matrices == matrices[0]).all():
         return [matrices[0]] * count
     matrix_of: dict[bytes, Any] = {}
@@ -143,8 +144,10 @@ class CalibrationTable:
         """Return the calibration of a sensor in a clip; None where there is none."""
         if self._clip[0] != clip:
             rows = self.table.rows(clip)
-            self._clip = (clip, {} if rows is None else self._read(rows))
-        return self._clip[1].get(sensor) or self._common.get(sensor)
+            calibrations = {} if rows is None else self._read(rows)
+            self._clip = (clip, calibrations)
+        _, calibrations = self._clip
+        return calibrations.get(sensor) or self._common.get(sensor)
 
     @cached_property
     def sensors(self) -> dict[str, bool]:

@@ -267,9 +267,9 @@ class Manifest(FrameSource[ManifestSettings]):
         self.ego_origin = self.settings.ego_origin
         self._is_unix = self.time_base == "unix"
         self._table_files = self.files
-        folder = (
-            location if self.file is None else str(Path(location.removeprefix("file://")).parent)
-        )
+        folder = location
+        if self.file is not None:
+            folder = str(Path(location.removeprefix("file://")).parent)
         if self.settings.root:
             self.files = source_files(self.settings.root)
         only_keyframes = self.settings.frames == "keyframes"
@@ -348,7 +348,8 @@ class Manifest(FrameSource[ManifestSettings]):
 
     def make_images(self, refs: Sequence[str]) -> Iterator[tuple[str, Buffer]]:
         """Decode frames of video, each once."""
-        return self._paths.videos.jpegs(refs, self.stored or JpegForm(self.settings.video_quality))
+        form = self.stored or JpegForm(self.settings.video_quality)
+        return self._paths.videos.jpegs(refs, form)
 
     @property
     def attribute_types(self) -> dict[str, type]:
@@ -445,7 +446,8 @@ class Manifest(FrameSource[ManifestSettings]):
                     f"'{match[1]}', which no other column names{did_you_mean(match[1], cameras)}"
                 )
             dtype = self._find_mask_dtype(table, column) or "uint8"
-            channels[column] = mask_channel(match[1].lower(), match[2] or "mask", dtype)
+            channel = mask_channel(match[1].lower(), match[2] or "mask", dtype)
+            channels[column] = channel
         names = [channel.name for channel in channels.values()]
         twice = {*self._values} & {*names} or {name for name in names if names.count(name) > 1}
         if twice:
@@ -463,7 +465,8 @@ class Manifest(FrameSource[ManifestSettings]):
                 facts = self.files.facts(part.name)
                 if facts is not None and facts.num_bytes:
                     where = f"table '{table.name}', column {column}: '{ref}'"
-                    return mask_dtype(self.files.read(part.name, part.offset, 32), where)
+                    head = self.files.read(part.name, part.offset, 32)
+                    return mask_dtype(head, where)
         return None
 
     def _batches(self, name: str, types: TypeOf) -> Iterator[pa.RecordBatch]:
@@ -500,20 +503,24 @@ class Manifest(FrameSource[ManifestSettings]):
                 f"the manifest source '{self.files.shown}' names no camera: cam.NAME.path, "
                 "or sensor_data"
             )
-        channels = [name.lower() for name in (*cameras, *lidars)]
-        for name, channel in zip((*cameras, *lidars), channels, strict=True):
-            if not re.fullmatch(r"[a-z0-9_]+", channel) or channels.count(channel) > 1:
+        names = (*cameras, *lidars)
+        channels = [name.lower() for name in names]
+        for name, channel in zip(names, channels, strict=True):
+            is_word = re.fullmatch(r"[a-z0-9_]+", channel) is not None
+            if not is_word or channels.count(channel) > 1:
                 raise SourceError(
                     f"sensor '{name}': names have letters, digits and _, each once, upper "
                     "or lower case"
                 )
-        return Sensors.from_names(cameras, dict.fromkeys(lidars, self.settings.lidar_columns))
+        columns = dict.fromkeys(lidars, self.settings.lidar_columns)
+        return Sensors.from_names(cameras, columns)
 
     def clips(self) -> Iterator[Clip]:
         """Yield the clips in the order of the first table."""
         main = self._tables["frames" if "frames" in self._tables else "sensor_data"]
         for table in self._tables.values():
-            for clip in table.clips.keys() - main.clips.keys() - {""}:
+            missing_clips = table.clips.keys() - main.clips.keys() - {""}
+            for clip in missing_clips:
                 raise SourceError(
                     f"table '{table.name}', row {table.clips[clip][0]}: clip '{clip}' is "
                     f"not in '{main.name}'"
@@ -563,10 +570,12 @@ class Manifest(FrameSource[ManifestSettings]):
 
     def frames(self, clip: Clip) -> Iterable[Frame]:
         """Yield the clip's frames by time."""
-        rows = self._tables["frames"].rows(clip.name) if "frames" in self._tables else None
-        data = (
-            self._tables["sensor_data"].rows(clip.name) if "sensor_data" in self._tables else None
-        )
+        rows = None
+        if "frames" in self._tables:
+            rows = self._tables["frames"].rows(clip.name)
+        data = None
+        if "sensor_data" in self._tables:
+            data = self._tables["sensor_data"].rows(clip.name)
         sensors = None
         if data is not None and self._calibrations is not None:
             sensors = SensorRows(
@@ -666,7 +675,9 @@ class Manifest(FrameSource[ManifestSettings]):
             is_corner=self.settings.pixel_origin == "corner",
             is_flu=is_camera and axes == "flu",
         )
-        fallback = None if self._calibrations is None else self._calibrations.find(clip.name, name)
+        fallback = None
+        if self._calibrations is not None:
+            fallback = self._calibrations.find(clip.name, name)
         if fallback is None:
             return calibrations
         return [calibration.filled(fallback) for calibration in calibrations]
@@ -694,6 +705,7 @@ def _read_times(rows: Rows, *, is_unix: bool) -> I64:
         raise SourceError(
             f"table '{rows.table}' has no column of time, one of {', '.join(TIME_COLUMNS)}"
         )
-    if (times < 0).any():
-        rows.fail(int(np.argmax(times < 0)), "timestamp", "it is empty")
+    is_negative = times < 0
+    if is_negative.any():
+        rows.fail(int(np.argmax(is_negative)), "timestamp", "it is empty")
     return times

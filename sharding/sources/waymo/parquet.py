@@ -238,7 +238,8 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
     def points(self, ref: str) -> F32:
         """Read the first returns (P, 5) of all lidars, and the file up to these."""
         name, _, time = ref.rpartition("@")
-        return next(points for _, points in sweeps(self.files, name, [int(time)]))
+        found_sweeps = sweeps(self.files, name, [int(time)])
+        return next(points for _, points in found_sweeps)
 
     def read_clip(self, refs: Sequence[str]) -> Iterator[tuple[str, Buffer]]:
         """Yield pictures, then sweeps: each file is read once, from its first row to its last."""
@@ -247,7 +248,8 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
             if ref.startswith(POINTS):
                 name, _, time = ref.removeprefix(POINTS).rpartition("@")
                 times_by_file.setdefault(name, []).append(int(time))
-        yield from super().read_clip([ref for ref in refs if not ref.startswith(POINTS)])
+        image_refs = [ref for ref in refs if not ref.startswith(POINTS)]
+        yield from super().read_clip(image_refs)
         for name, times in times_by_file.items():
             for frame_time, points in sweeps(self.files, name, times):
                 yield f"{POINTS}{name}@{frame_time}", encode_points(points)
@@ -413,7 +415,8 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
             zip(rows[_TIME].tolist(), rows[_NAME].tolist(), strict=True)
         ):
             if camera in CAMERAS:
-                by_image.setdefault((time, channel(CAMERAS[camera])), []).append(row)
+                image = (time, channel(CAMERAS[camera]))
+                by_image.setdefault(image, []).append(row)
         sides = stacked(rows, _SIDES)
         tracks = rows[track].tolist()
         names = list(map(label_type, rows[kind].tolist()))

@@ -128,7 +128,8 @@ class LogFile:
         first bytes may do.
         """
         if self._is_packed:
-            return map(self._unpack, self._walk((), {*heads, *whole_topics}))
+            topics = {*heads, *whole_topics}
+            return map(self._unpack, self._walk((), topics))
         return self._walk(heads, whole_topics)
 
     def read(self, place: Locator, limit: int | None = None) -> Message:

@@ -128,7 +128,8 @@ class SqliteFile(LogFile):
             )
         )
         for name in ("topics", "messages", "message_definitions"):
-            if not kinds.get(name, "CREATE TABLE").upper().startswith("CREATE TABLE"):
+            statement = kinds.get(name, "CREATE TABLE").upper()
+            if not statement.startswith("CREATE TABLE"):
                 # A view may have no end.
                 raise SourceError(
                     f"{self._where} is not a rosbag2 database: '{name}' is not a table"
@@ -138,7 +139,9 @@ class SqliteFile(LogFile):
             "SELECT id, name, type, serialization_format FROM topics ORDER BY id",
         )
         query = "SELECT topic_type, encoded_message_definition FROM message_definitions"
-        texts = dict(self._rows(tuple[str, str], query)) if "message_definitions" in kinds else {}
+        texts: dict[str, str] = {}
+        if "message_definitions" in kinds:
+            texts = dict(self._rows(tuple[str, str], query))
         return {
             number: Topic(
                 name=name,

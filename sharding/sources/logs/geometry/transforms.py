@@ -58,7 +58,8 @@ class FrameTree:
             stamps = np.concatenate([part.stamp_ns for part in parts])
             if (stamps == stamps[0]).all():
                 del self._moving[child]
-                self.add(parts[0].rows(np.arange(1)), is_static=True)
+                first = parts[0].rows(np.arange(1))
+                self.add(first, is_static=True)
 
     def sensor2ego(self, frame: str, ego: str) -> F64:
         """Return static transform (4, 4); raise SourceError where static transforms do not
@@ -67,7 +68,8 @@ class FrameTree:
         up, sensor2top = self._find_top(frame)
         up_ego, ego2top = self._find_top(ego)
         if up != up_ego:
-            frames = ", ".join(sorted({*self._parents, *self._parents.values()})) or "none"
+            known = {*self._parents, *self._parents.values()}
+            frames = ", ".join(sorted(known)) or "none"
             raise SourceError(
                 f"{self._where}: no static transform connects the sensor frame '{frame}' "
                 f"with '{ego}', the option ego_frame; known frames: {frames}"
@@ -97,7 +99,8 @@ class FrameTree:
         first = next(child for child in children if child in self._moving)
         if children == [first]:
             return edges_trajectory(self._moving[first], f"{self._where}: {first}", max_gap_s)
-        times = np.unique(np.concatenate([part.stamp_ns for part in self._moving[first]]))
+        stamps = [part.stamp_ns for part in self._moving[first]]
+        times = np.unique(np.concatenate(stamps))
         poses = np.broadcast_to(np.eye(4), (len(times), 4, 4))
         for child in children:
             if child in self._moving:
@@ -148,7 +151,9 @@ def edges_trajectory(
             where,
             max_gap_s=max_gap_s,
         )
-    stamp_ns, wxyz, xyz = map(np.concatenate, zip(*(part[3:] for part in parts), strict=True))
+    stamp_ns = np.concatenate([part.stamp_ns for part in parts])
+    wxyz = np.concatenate([part.wxyz for part in parts])
+    xyz = np.concatenate([part.xyz for part in parts])
     times, first = np.unique(stamp_ns, return_index=True)
     return Trajectory(
         timestamp_ns=times,

@@ -158,7 +158,8 @@ def raw_jpeg(
     fault = raw_fault(picture)
     if fault:
         raise SourceError(f"{where}: {fault}")
-    rows = np.frombuffer(pixels, np.uint8, step * height).reshape(height, step)[:, :row_bytes]
+    table = np.frombuffer(pixels, np.uint8, step * height)
+    rows = table.reshape(height, step)[:, :row_bytes]
     if encoding != picture.encoding:
         black, white = levels
         values = (
@@ -166,14 +167,16 @@ def raw_jpeg(
             .view(">u2" if picture.big_endian else "<u2")
             .astype(np.float32)
         )
-        grey = np.rint((values - black) * (255 / (white - black)))
+        scale = 255 / (white - black)
+        grey = np.rint((values - black) * scale)
         rows = np.clip(grey, 0, 255).astype(np.uint8)
     image = np.ascontiguousarray(rows.reshape(height, width, in_channels))
     if not channels:
         with needs("a raw picture of a camera's Bayer pattern or YUV"):
             import cv2
 
-        image = np.asarray(cv2.cvtColor(image, getattr(cv2, code)), np.uint8)
+        converted = cv2.cvtColor(image, getattr(cv2, code))
+        image = np.asarray(converted, np.uint8)
     encoded: bytes = simplejpeg.encode_jpeg(
         image, RAW_QUALITY, colour, "444" if colour != "GRAY" else "Gray"
     )
