@@ -144,7 +144,8 @@ def append(
             output.remove(MANIFEST_FILE)
         num_samples = sum(dataset.manifest.num_samples for dataset in datasets)
         stems = [shard_stem(piece.new.name) for piece in pieces]
-        progress.planned(num_samples, stems, sum(piece.new.bytes for piece in pieces))
+        num_bytes = sum(piece.new.bytes for piece in pieces)
+        progress.planned(num_samples, stems, num_bytes)
         for number, (dataset, old, new) in enumerate(pieces):
             was_there = bring_shard(
                 datasets[dataset],
@@ -181,7 +182,8 @@ def _deal_shards(datasets: Sequence[Dataset]) -> list[Piece]:
     """
     pieces: list[Piece] = []
     first_sample = 0
-    for split in dict.fromkeys(name for dataset in datasets for name in dataset.manifest.splits):
+    splits = [name for dataset in datasets for name in dataset.manifest.splits]
+    for split in dict.fromkeys(splits):
         number = 0
         for dataset_number, dataset in enumerate(datasets):
             for old in dataset.shards:

@@ -140,7 +140,9 @@ def run_shard(args: argparse.Namespace) -> int:
     options=[_PRINT],
 )
 def run_sources(args: argparse.Namespace) -> int:
-    """List the kinds of sources, and what to install; of one kind, what it reads and its options."""
+    """List the kinds of sources, and what to install; of one kind, what it reads and its
+    options.
+    """
     from fuelrail.sharding.sources.registry import sources
 
     kinds = sources(args.kind)

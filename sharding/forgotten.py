@@ -232,8 +232,9 @@ def _chain_between(
         facts = dataset.manifest.provenance.get("facts", {})
         forgotten = facts.get("forgotten") if isinstance(facts, dict) else None
         stated = forgotten.get("order_sha256") if isinstance(forgotten, dict) else None
-        if stated != order_digest(chain[0].names, chain[0].inputs):
-            raise _make_mismatch_error(chain[0].file, dataset)
+        newest = chain[0]
+        if stated != order_digest(newest.names, newest.inputs):
+            raise _make_mismatch_error(newest.file, dataset)
     return chain
 
 
@@ -254,7 +255,8 @@ def _rebuild_tables(
             len(inputs.timestamps_ns),
             *map(len, inputs.attributes.values()),
         }
-        is_of_rows = len(counts) == 1 and (np.diff(rows, prepend=-1) > 0).all()
+        is_ascending = (np.diff(rows, prepend=-1) > 0).all()
+        is_of_rows = len(counts) == 1 and is_ascending
         num_samples = sum(map(sum, inputs.splits.values()))
         has_last = not len(rows) or rows[-1] < num_rows
         if not (is_of_rows and has_last and num_rows == num_samples):
@@ -263,7 +265,8 @@ def _rebuild_tables(
         is_deleted = np.zeros(num_rows, bool)
         is_deleted[rows] = True
         merged[~is_deleted] = order
-        merged[rows] = -1 - len(deleted) - np.arange(len(rows))
+        numbers = len(deleted) + np.arange(len(rows))
+        merged[rows] = -1 - numbers
         order = merged
         for number, (key, clip_id) in enumerate(names):
             deleted.append(
@@ -342,7 +345,8 @@ def _rebuild_attributes(
     file = dataset.attributes_file()
     schema = file.schema(len(dataset))
     batches = [*file.batches(schema.names)]
-    remaining = pa.Table.from_batches(batches, batches[0].schema if batches else schema)
+    table_schema = batches[0].schema if batches else schema
+    remaining = pa.Table.from_batches(batches, table_schema)
     columns = []
     for field in schema:
         values = [row.get(field.name) for row in deleted]
@@ -350,15 +354,18 @@ def _rebuild_attributes(
             column = pa.array(values, field.type)
         except (pa.ArrowException, TypeError, OverflowError):
             # The column has a type that JSON has not.
-            column = pa.array([str(value) for value in values]).cast(field.type)
+            texts = [str(value) for value in values]
+            column = pa.array(texts).cast(field.type)
         columns.append(column)
     fields = [pa.field(field.name, field.type) for field in schema]
     remaining = pa.Table.from_arrays(remaining.columns, schema=pa.schema(fields))
     gone = pa.Table.from_arrays(columns, schema=pa.schema(fields))
-    places = np.where(order >= 0, order, len(remaining) - 1 - order)
+    places_of_deleted = len(remaining) - 1 - order
+    places = np.where(order >= 0, order, places_of_deleted)
     table = pa.concat_tables([remaining, gone])
     for first in range(0, len(places), ROWS_PER_GROUP):
-        yield table.take(pa.array(places[first : first + ROWS_PER_GROUP])).combine_chunks()
+        rows = pa.array(places[first : first + ROWS_PER_GROUP])
+        yield table.take(rows).combine_chunks()
 
 
 def _rebuild_splits(
@@ -388,7 +395,8 @@ def _rebuild_splits(
             num_shards=len(shards),
             num_clips=dataset.splits[name].num_clips if name in dataset.splits else 0,
         )
-        for shard, begin, stop in zip(shards, firsts, [*firsts[1:], end], strict=False):
+        ends = [*firsts[1:], end]
+        for shard, begin, stop in zip(shards, firsts, ends, strict=False):
             entries.append(shard._replace(first_sample=begin, num_samples=stop - begin))
         first = end
     if len(entries) != len(dataset.shards):

@@ -119,7 +119,8 @@ class JsonLines(Quiet):
                 "total_shards": self.num_shards,
                 "current": self.current,
             }
-        sys.stdout.write(json.dumps({"event": event, **values}) + "\n")
+        line = json.dumps({"event": event, **values})
+        sys.stdout.write(line + "\n")
         sys.stdout.flush()
 
 

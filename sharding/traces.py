@@ -123,7 +123,8 @@ def deleted_times(
             # The times of the newest points; without points those of the samples.
             newest_ns = times_ns[samples]
             for number in positions:
-                data = _read_raw(base, int(samples[number]), [radar.field]).get(radar.field)
+                members = _read_raw(base, int(samples[number]), [radar.field])
+                data = members.get(radar.field)
                 if data is None:
                     continue
                 points = KINDS[radar.kind].decode(data, radar)
@@ -154,7 +155,8 @@ def holders(source: Dataset, clips: Mapping[str, DeletedTimes], deleted: Rows) -
     if not clips or not fields:
         return np.zeros(0, np.int64)
     ids = source.index.texts("clip_id")
-    is_near = pc.is_in(ids, value_set=pa.array(clips, pa.string())).to_numpy()
+    clip_ids = pa.array(clips, pa.string())
+    is_near = pc.is_in(ids, value_set=clip_ids).to_numpy()
     near = np.setdiff1d(np.flatnonzero(is_near), deleted)
     held: list[int] = []
     for number in near.tolist():
@@ -224,7 +226,8 @@ def cut_member(
         keep = ~_is_inside(series[TIMES], times.spans_ns)
         if keep.all():
             return data
-        return kind.encode({part: values[keep] for part, values in series.items()}, channel)
+        remaining_series = {part: values[keep] for part, values in series.items()}
+        return kind.encode(remaining_series, channel)
     if _is_radar(channel):
         spans_ns = times.sensor_spans_ns.get(channel.name)
         points = kind.decode(data, channel)
@@ -239,8 +242,10 @@ def cut_member(
     if name == EGO.field and channel.columns == EGO.columns:
         value = np.array(kind.decode(data, channel))
         after_ns = value[:, _TIME_S].astype(np.float64) * 1e9
-        away_ns = np.abs(row.timestamp_ns - times.times_ns[:, None] + after_ns)
-        is_step = (np.nan_to_num(away_ns, nan=np.inf) < _SAME_NS).any(0)
+        offset_ns = row.timestamp_ns - times.times_ns[:, None]
+        away_ns = np.abs(offset_ns + after_ns)
+        is_deleted = np.nan_to_num(away_ns, nan=np.inf) < _SAME_NS
+        is_step = is_deleted.any(0)
         value[is_step, :-1] = np.nan
         value[is_step, -1] = 0
         if is_step.any():
@@ -249,7 +254,8 @@ def cut_member(
     if name == _AGENTS and tuple(array.name for array in channel.arrays) == _OF_STEPS:
         steps = times.frames - row.frame + PAST
         steps = steps[(steps >= 0) & (steps < STEPS)]
-        arrays = {part: np.array(values) for part, values in kind.decode(data, channel).items()}
+        stored = kind.decode(data, channel)
+        arrays = {part: np.array(values) for part, values in stored.items()}
         if not arrays["valid"][:, steps].any():
             return data
         arrays["position"][:, steps] = np.nan
@@ -267,7 +273,8 @@ def _compute_measured_ns(points: F32, channel: Channel, timestamp_ns: int) -> I6
     """Return when the points of a radar were measured [ns], to the precision of a float32 of
     seconds.
     """
-    age_s = points[:, channel.columns.index(_DT)].astype(np.float64)
+    dt_s = points[:, channel.columns.index(_DT)]
+    age_s = dt_s.astype(np.float64)
     return timestamp_ns - np.round(age_s * 1e9).astype(np.int64)
 
 

@@ -51,8 +51,8 @@ TOKENS: Final = Channel(
     axes=("token",),
     shape=(1 + _CELLS**2,),
     vocabulary=Vocabulary("top-view", 64),
-    description="63, then the cells of 3.2 m around the vehicle, the nearest first: 0: free; else the "
-    "kind of object whose centre is in it (from 1: vehicle, human, movable, static, animal) "
+    description="63, then the cells of 3.2 m around the vehicle, the nearest first: 0: free; else "
+    "the kind of object whose centre is in it (from 1: vehicle, human, movable, static, animal) "
     "and, times 6, its heading in ego (0 to 7)",
 )
 
@@ -78,7 +78,8 @@ def filename(
     """Return the path of a sensor file below the dataroot, as nuScenes names them."""
     suffix = "pcd.bin" if channel == LIDAR_CHANNEL else "jpg"
     logfile = log_facts(world, clip.log)["logfile"]
-    return f"{'samples' if is_key_frame else 'sweeps'}/{channel}/{logfile}__{channel}__{timestamp_us}.{suffix}"
+    folder = "samples" if is_key_frame else "sweeps"
+    return f"{folder}/{channel}/{logfile}__{channel}__{timestamp_us}.{suffix}"
 
 
 def record(

@@ -129,7 +129,8 @@ def make_tables(
         {
             "token": str(number),
             "level": level,
-            "description": f"visibility of whole object is between {level[1:].replace('-', ' and ')}%",
+            "description": "visibility of whole object is between "
+            f"{level[1:].replace('-', ' and ')}%",
         }
         for number, level in enumerate(_VISIBILITY_LEVELS, 1)
     ]

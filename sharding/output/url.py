@@ -62,9 +62,10 @@ class UrlOutput:
                 paths = self.fs.ls(root, detail=False)
             except FileNotFoundError:
                 return []
-        names = {
-            str(path).rstrip("/").removeprefix(root).strip("/").partition("/")[0] for path in paths
-        }
+        names = set()
+        for path in paths:
+            below = str(path).rstrip("/").removeprefix(root).strip("/")
+            names.add(below.partition("/")[0])
         return sorted(names - {""})
 
     def read(self, name: str, num_bytes: int | None = None) -> bytes | None:

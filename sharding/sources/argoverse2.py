@@ -203,9 +203,11 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
     @cached_property
     def maps(self) -> MapWindows | None:  # type: ignore[override]  # by the options
         """The vector maps of logs, with the option."""
-        if self.settings.map:
-            return MapWindows(MAP_LAYERS, self._read_map)
-        return None
+
+        def read_map(name: str) -> VectorMap:
+            return parse_map(read_file(self.files, name), f"map '{self.files.shown}/{name}'")
+
+        return MapWindows(MAP_LAYERS, read_map) if self.settings.map else None
 
     def category_names(self) -> tuple[str, ...]:
         """Return the 30 names of the dataset."""
@@ -320,9 +322,6 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
         """Return the log's vector map, if it is wanted and exists."""
         names = names_in(self.files, folder, "map") if self.settings.map else []
         return [f"map/{name}" for name in names if name.startswith("log_map_archive_")][:1]
-
-    def _read_map(self, name: str) -> VectorMap:
-        return parse_map(read_file(self.files, name), f"map '{self.files.shown}/{name}'")
 
     def points(self, ref: str) -> F32:
         """Read (P, 6): x, y, z [m] in ego at the sweep's time, intensity 0 to 255, laser 0 to 63,

@@ -122,7 +122,8 @@ class WebDatasetSettings(FrameSettings, frozen=True, kw_only=True):
         int,
         Meta(
             ge=0,
-            description="how many samples decide names, types and shapes of what is not an image; 0: all",
+            description="how many samples decide names, types and shapes of what is not an image; "
+            "0: all",
         ),
     ] = 1000
     ignore_zeros: Annotated[bool, Meta(description=OF_IGNORE_ZEROS)] = False

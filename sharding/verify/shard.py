@@ -203,7 +203,8 @@ class ShardCheck:
         readable: int,
     ) -> None:
         for entry in row.members:
-            if entry.name not in self._unsafe and (text := unsafe_ending(entry.name)) is not None:
+            text = None if entry.name in self._unsafe else unsafe_ending(entry.name)
+            if text is not None:
                 self._unsafe.add(entry.name)  # reported once a shard
                 self._fault(f"member '{entry.name}': {text}", row.offset, row.key)
             offset = row.offset + entry.offset
@@ -338,7 +339,9 @@ class ShardCheck:
         for channel in fixed:
             if channel.name in self._stated.column_names:
                 data = members.get(channel.field)
-                value = None if data is None else KINDS[channel.kind].decode(data, channel).item()
+                value = None
+                if data is not None:
+                    value = KINDS[channel.kind].decode(data, channel).item()
                 stated = self._stated[channel.name][number].as_py()
                 if stated != value and not (stated != stated and value != value):
                     text = (
@@ -404,7 +407,8 @@ class _FramedCheck(ShardCheck):
         if table is None:
             return
         last = table[-1] if table else Frame(0, 0, 0)
-        if (last.offset, last.raw_bytes) != (position, len(END_OF_ARCHIVE)):
+        table_end = (last.offset, last.raw_bytes)
+        if table_end != (position, len(END_OF_ARCHIVE)):
             self._fault(
                 f"the index covers {position} bytes of frames, the archive's end is at "
                 f"{last.offset}",

@@ -92,15 +92,15 @@ class FrameSettings(Settings, frozen=True, kw_only=True):
     missing_camera: Annotated[
         Literal["error", "mask", "drop"],
         Meta(
-            description="a frame without the image of a camera: error; mask (leave the member out, mark "
-            "it invalid); drop (leave the frame out)"
+            description="a frame without the image of a camera: error; mask (leave the member "
+            "out, mark it invalid); drop (leave the frame out)"
         ),
     ] = "error"
     damaged_image: Annotated[
         Literal["error", "mask", "drop"],
         Meta(
-            description="an image that check_images finds damaged: error; mask (leave the member out, "
-            "mark it invalid); drop (leave the frame out)"
+            description="an image that check_images finds damaged: error; mask (leave the member "
+            "out, mark it invalid); drop (leave the frame out)"
         ),
     ] = "error"
     max_damaged: Annotated[MaxDamaged, Meta(description=MAX_DAMAGED)] = 0.01
@@ -140,11 +140,11 @@ class FrameSource(Generic[S]):
         box_attributes: names that ``BoxRows.attribute`` counts.
         license: of the data, where the source states it.
 
-    ``self.settings`` are the options, ``self.files`` the files below the root, ``self.file`` the name
-    of the one file that the location is, None for a folder or a URL. ``self.depth`` is how much of
-    each image this scan looks at. ``self.stored`` is how the run stores images, where it makes them
-    smaller: an adapter that decodes images itself makes them so, as `StoredJpeg`. What an adapter
-    counts in ``self.noted`` during the scan is reported.
+    ``self.settings`` are the options, ``self.files`` the files below the root, ``self.file`` the
+    name of the one file that the location is, None for a folder or a URL. ``self.depth`` is how
+    much of each image this scan looks at. ``self.stored`` is how the run stores images, where it
+    makes them smaller: an adapter that decodes images itself makes them so, as `StoredJpeg`. What
+    an adapter counts in ``self.noted`` during the scan is reported.
     """
 
     kind: str
@@ -169,17 +169,17 @@ class FrameSource(Generic[S]):
     def __init__(self, location: str, options: dict[str, Any]) -> None:
         """Take the options and the root; reads nothing."""
         settings = convert(options, self.settings_type, f"options of source {self.kind}")
-        classes = loaded(settings.classes)
-        self.settings = msgspec.structs.replace(settings, classes=classes)  # type: ignore[assignment]
+        settings = msgspec.structs.replace(settings, classes=loaded(settings.classes))
+        self.settings = settings  # type: ignore[assignment]
         self.location = location
         self.noted = Counter[str]()
         path = Path(location.removeprefix("file://"))
-        self.file = path.name if not is_url(location) and os.path.isfile(path) else None  # noqa: PTH113 - False for any name
-        self.files = (
-            source_files(location)
-            if self.file is None
-            else source_files(str(path.parent), path.name)
-        )
+        is_file = not is_url(location) and os.path.isfile(path)  # noqa: PTH113 - False for any name
+        self.file = path.name if is_file else None
+        if is_file:
+            self.files = source_files(str(path.parent), path.name)
+        else:
+            self.files = source_files(location)
 
     # What an adapter has.
 
@@ -326,8 +326,8 @@ class FrameSource(Generic[S]):
             summary = (type(self).__doc__ or "").strip().partition("\n")[0]
             patterns = CONTENTS.get(self.kind)
             looked_for = f"; looked for {', '.join(patterns)}" if patterns else ""
-            shown = map(shortened, self.files.listed()[:_MOST_LISTED])
-            contents = ", ".join(shown) or "nothing"
+            files = self.files.listed()[:_MOST_LISTED]
+            contents = ", ".join(map(shortened, files)) or "nothing"
             raise SourceError(
                 f"the {self.kind} source '{self.files.shown}' has no clips{looked_for}; in "
                 f"it is {contents}; the kind is for: {summary}"

@@ -280,14 +280,14 @@ class LogSource(FrameSource[LogSettings]):
                 yield ref, self.open(ref)
 
     @property
-    def columns(self) -> dict[str, type]:  # type: ignore[override]  # of these logs, not of the kind
+    def columns(self) -> dict[str, type]:  # type: ignore[override]  # of these logs
         """The columns of the position, where it is recorded."""
         if self.topics.gps:
             return dict.fromkeys(FIX_COLUMNS, float)
         return {}
 
     @property
-    def channels(self) -> tuple[Channel, ...]:  # type: ignore[override]  # of these logs, not of the kind
+    def channels(self) -> tuple[Channel, ...]:  # type: ignore[override]  # of these logs
         """The channels of signals and of radars."""
         return self.topics.channels
 

@@ -195,15 +195,15 @@ class NuScenesOptions(FrameSettings, frozen=True, kw_only=True):
     sweeps: Annotated[
         int,
         Meta(
-            description="number of earlier nuScenes lidar sweeps to store with every keyframe (9: every "
-            "sweep once; default: 0)"
+            description="number of earlier nuScenes lidar sweeps to store with every keyframe (9: "
+            "every sweep once; default: 0)"
         ),
     ] = 0
     dangling_links: Annotated[
         Literal["error", "cut"],
         Meta(
-            description="records of a cut-out set that refer to ones that it lacks: raise an error, or "
-            "cut: drop links to neighbours, and records without their sample, scene, "
+            description="records of a cut-out set that refer to ones that it lacks: raise an "
+            "error, or cut: drop links to neighbours, and records without their sample, scene, "
             "calibration, track or category"
         ),
     ] = "error"

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import msgspec
@@ -67,7 +66,6 @@ from fuelrail.sharding.sources.nuscenes.tables import (
 
 if TYPE_CHECKING:
     import os
-    from collections import Counter
 
     from fuelrail.pipeline.sample.schema import F64, I64
     from fuelrail.sharding.sources.nuscenes.geometry import SceneRows
@@ -123,7 +121,8 @@ class T4Settings(FrameSettings, frozen=True, kw_only=True):
     radars: Annotated[
         bool,
         Meta(
-            description="true stores radars (PCD with nuScenes' 18 fields) as channels of their names"
+            description="true stores radars (PCD with nuScenes' 18 fields) as channels of their "
+            "names"
         ),
     ] = False
 
@@ -145,7 +144,15 @@ class T4(TableSource[T4Settings]):
 
     def __init__(self, location: str, options: dict[str, Any]) -> None:
         super().__init__(location, options)
-        read_map = partial(_read_map, self.files, self.noted)
+
+        def read_map(dataset: str) -> VectorMap:
+            name = f"{dataset}{lanelet2.FILE}"
+            where = f"map '{self.files.shown}/{name}'"
+            vector_map, num_others = lanelet2.parse_map(self.files.read(name), where)
+            if num_others:
+                self.noted["lines of maps whose type is not stored"] += num_others
+            return vector_map
+
         self.maps = None
         if self.settings.map:
             self.maps = MapWindows(lanelet2.MAP_LAYERS, read_map)
@@ -388,11 +395,3 @@ def _list_inside(files: SourceFiles, folder: str) -> list[str]:
         return files.listed(folder)
     except SourceError:
         return []  # a file
-
-
-def _read_map(files: SourceFiles, noted: Counter[str], dataset: str) -> VectorMap:
-    name = f"{dataset}{lanelet2.FILE}"
-    vector_map, num_others = lanelet2.parse_map(files.read(name), f"map '{files.shown}/{name}'")
-    if num_others:
-        noted["lines of maps whose type is not stored"] += num_others
-    return vector_map

@@ -99,13 +99,9 @@ _NAMES: Final[dict[tuple[str, str], Callable[..., Any]]] = {
 }
 
 
-def _make_scalar(form: _Form, data: bytes) -> Any:
-    return _fill_array(data, form, ()).item()
-
-
 for _core in ("numpy.core", "numpy._core"):
     _NAMES[f"{_core}.multiarray", "_reconstruct"] = lambda *_: _Array()
-    _NAMES[f"{_core}.multiarray", "scalar"] = _make_scalar
+    _NAMES[f"{_core}.multiarray", "scalar"] = lambda form, data: _fill_array(data, form, ()).item()
     _NAMES[f"{_core}.numeric", "_frombuffer"] = lambda *values: _Array(_fill_array(*values))
 
 

@@ -78,7 +78,7 @@ def opened(files: SourceFiles, name: str) -> Iterator[FileWindow]:
 def open_file(files: SourceFiles, name: str, ahead: int = 0) -> BinaryIO:
     """Open a file without a buffer; at a URL it is read by ranges of at least ``ahead`` bytes."""
     if isinstance(files, FolderFiles):
-        return open(files.descriptor(name), "rb", buffering=0)  # noqa: PTH123 - closed by the caller
+        return open(files.descriptor(name), "rb", buffering=0)  # noqa: PTH123 - for the caller
     facts = files.facts_of([name])[0]
     if facts is None:
         raise SourceError(f"file '{files.shown}/{name}' is not there")

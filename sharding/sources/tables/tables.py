@@ -299,8 +299,8 @@ def regrouped(tables: Iterable[pa.Table], name: str) -> Iterator[pa.RecordBatch]
         is_empty = is_empty and not len(table)
         num_rows = len(pending) // _ROWS * _ROWS
         if num_rows:
-            whole = pending.slice(0, num_rows).combine_chunks()
-            yield from whole.to_batches(max_chunksize=_ROWS)
+            rows = pending.slice(0, num_rows).combine_chunks()
+            yield from rows.to_batches(max_chunksize=_ROWS)
             pending = pending.slice(num_rows)
     if pending is None or is_empty:
         raise SourceError(f"table '{name}' has no rows")

@@ -76,7 +76,8 @@ class WaymoSettings(FrameSettings, frozen=True, kw_only=True):
     boxes2d: Annotated[
         bool,
         Meta(
-            description="true stores the labels in images as channels boxes2d_CAMERA, apart from boxes"
+            description="true stores the labels in images as channels boxes2d_CAMERA, apart from "
+            "boxes"
         ),
     ] = False
 
@@ -164,9 +165,12 @@ class Waymo(WaymoSource[WaymoFileSettings]):
     @cached_property
     def maps(self) -> MapWindows | None:  # type: ignore[override]  # by the options
         """The features of the map, with the option."""
-        if self.settings.map:
-            return MapWindows(MAP_LAYERS, self._read_map)
-        return None
+
+        def read_map(place: str) -> VectorMap:
+            data = Part.parse(place).read(self.files)
+            return parse_map(data, f"file '{self.files.shown}/{place}'")
+
+        return MapWindows(MAP_LAYERS, read_map) if self.settings.map else None
 
     def clips(self) -> Iterator[Clip]:
         """Yield a clip for each file: in the folders of splits, or in the root."""
@@ -256,12 +260,6 @@ class Waymo(WaymoSource[WaymoFileSettings]):
                 boxes=boxes if is_labelled else None,
                 members=members,
             )
-
-    def _read_map(self, place: str) -> VectorMap:
-        return parse_map(
-            Part.parse(place).read(self.files),
-            f"file '{self.files.shown}/{place}'",
-        )
 
     def points(self, ref: str) -> F32:
         """Read the first returns (P, 5) of all lidars, and the whole record."""

@@ -236,7 +236,8 @@ class LayerWriter:
         index_row = packer.close().rows[0]
         scalars = (values.get(name) for name in self._scalars)
         attributes = tuple(None if value is None else np.asarray(value).item() for value in scalars)
-        data = msgspec.msgpack.encode(SegmentRow(index_row, attributes, file.getvalue()[:length]))
+        span = file.getvalue()[:length]
+        data = msgspec.msgpack.encode(SegmentRow(index_row, attributes, span))
         self._blobs[position] = Blob(position, data)
         self._held += len(data)
         if len(self._blobs) >= ROWS_PER_SEGMENT or self._held >= BYTES_PER_SEGMENT:

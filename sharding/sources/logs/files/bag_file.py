@@ -120,7 +120,11 @@ class BagFile(LogFile):
         entries: Iterable[Any] = heapq.merge(*(self._bag.indexes[number] for number in numbers))
         return (Locator(self._name, entry.chunk_pos, entry.offset) for entry in entries)
 
-    def _read(self, place: Locator, limit: int | None = None) -> Message:  # noqa: ARG002 - it is made as a whole
+    def _read(
+        self,
+        place: Locator,
+        limit: int | None = None,  # noqa: ARG002 - it is made as a whole
+    ) -> Message:
         from rosbags.rosbag1.reader import (
             Header,
             RecordType,

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 METADATA: Final = "metadata.yaml"
 _GENERIC: Final = re.compile(
-    r"(compressed|image|video|raw|rect|color|colour|points?|point_?cloud|packets|data|sensing|camera|lidar|sensors?)"
+    r"(compressed|image|video|raw|rect|color|colour|points?|point_?cloud|packets|data|sensing"
+    r"|camera|lidar|sensors?)"
     r"(_?(raw|rect|color|colour|compressed|mono|video|points?|[0-9]))*\Z"
 )
 

@@ -68,8 +68,8 @@ class FrameTree:
         up, sensor2top = self._find_top(frame)
         up_ego, ego2top = self._find_top(ego)
         if up != up_ego:
-            known = {*self._parents, *self._parents.values()}
-            frames = ", ".join(sorted(known)) or "none"
+            names = {*self._parents, *self._parents.values()}
+            frames = ", ".join(sorted(names)) or "none"
             raise SourceError(
                 f"{self._where}: no static transform connects the sensor frame '{frame}' "
                 f"with '{ego}', the option ego_frame; known frames: {frames}"

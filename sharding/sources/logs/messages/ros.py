@@ -334,7 +334,11 @@ class Ros:
             )
         return marks
 
-    def cloud_head(self, data: Buffer, length: int) -> tuple[int, str, int]:  # noqa: ARG002 - foxglove's needs it
+    def cloud_head(
+        self,
+        data: Buffer,
+        length: int,  # noqa: ARG002 - foxglove's needs it
+    ) -> tuple[int, str, int]:
         """Read stamp, frame and number of points."""
         cdr = _Cdr(data)
         stamp = cdr.stamp()
