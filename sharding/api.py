@@ -351,13 +351,28 @@ def verify(
     if repair:
         parse_source(SEPARATOR.join(repair), {})  # a mistake must not show after hours of reading
     num_threads = options.workers or num_usable_cpus()
-    report = verify_dataset(dataset, deep=deep, num_threads=num_threads, checked=progress)
+    report = verify_dataset(
+        dataset,
+        deep=deep,
+        num_threads=num_threads,
+        checked=progress,
+    )
     if not (report.faults and repair):
         return report
     if before_repair is not None:
         before_repair(report)
-    repair_dataset(dataset, SEPARATOR.join(repair), num_threads, Quiet())
-    return verify_dataset(dataset, deep=deep, num_threads=num_threads, checked=progress)
+    repair_dataset(
+        dataset,
+        SEPARATOR.join(repair),
+        num_threads,
+        Quiet(),
+    )
+    return verify_dataset(
+        dataset,
+        deep=deep,
+        num_threads=num_threads,
+        checked=progress,
+    )
 
 
 class InspectOptions(Settings, frozen=True, kw_only=True):
@@ -372,7 +387,12 @@ class InspectOptions(Settings, frozen=True, kw_only=True):
     ] = False
 
 
-def inspect(dataset: Location, key: str | None = None, *, statistics: bool = False) -> Description:
+def inspect(
+    dataset: Location,
+    key: str | None = None,
+    *,
+    statistics: bool = False,
+) -> Description:
     """Describe a dataset, or the sample with this key: its members, metadata and geometry.
 
     ``statistics``: see :func:`fuelrail.sharding.verify.statistics.dataset_statistics`. Raises

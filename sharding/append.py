@@ -144,7 +144,8 @@ def append(
             output.remove(MANIFEST_FILE)
         num_samples = sum(dataset.manifest.num_samples for dataset in datasets)
         stems = [shard_stem(piece.new.name) for piece in pieces]
-        progress.planned(num_samples, stems, sum(piece.new.bytes for piece in pieces))
+        num_bytes = sum(piece.new.bytes for piece in pieces)
+        progress.planned(num_samples, stems, num_bytes)
         for number, (dataset, old, new) in enumerate(pieces):
             was_there = bring_shard(
                 datasets[dataset],
@@ -154,7 +155,14 @@ def append(
                 was_finished=finished is not None,
             )
             progress.advanced(new.bytes)
-            progress.shard_done(ShardDone(number, new.name, new.bytes, is_kept=was_there))
+            progress.shard_done(
+                ShardDone(
+                    number=number,
+                    name=new.name,
+                    num_bytes=new.bytes,
+                    is_kept=was_there,
+                )
+            )
         if complete is not None:
             work.remove()
             return complete
@@ -174,7 +182,8 @@ def _deal_shards(datasets: Sequence[Dataset]) -> list[Piece]:
     """
     pieces: list[Piece] = []
     first_sample = 0
-    for split in dict.fromkeys(name for dataset in datasets for name in dataset.manifest.splits):
+    splits = [name for dataset in datasets for name in dataset.manifest.splits]
+    for split in dict.fromkeys(splits):
         number = 0
         for dataset_number, dataset in enumerate(datasets):
             for old in dataset.shards:
@@ -205,9 +214,21 @@ def bring_shard(
     """
     if new.idx_bytes:
         entry = FileEntry(name=new.idx_name, bytes=new.idx_bytes, sha256=new.idx_sha256)
-        _bring_file(source, old.idx_name, out, entry, was_finished=was_finished)
+        _bring_file(
+            source,
+            old=old.idx_name,
+            out=out,
+            entry=entry,
+            was_finished=was_finished,
+        )
     entry = FileEntry(name=new.name, bytes=new.bytes, sha256=new.sha256)
-    return _bring_file(source, old.name, out, entry, was_finished=was_finished)
+    return _bring_file(
+        source,
+        old=old.name,
+        out=out,
+        entry=entry,
+        was_finished=was_finished,
+    )
 
 
 def _bring_file(
@@ -294,7 +315,12 @@ def _publish_version(
                 yield source.row(source_row)._replace(shard=number)
             source.release()
 
-    write_index(work.temporary, names, codecs, rows_in_place())
+    write_index(
+        work.temporary,
+        names=names,
+        codecs=codecs,
+        rows=rows_in_place(),
+    )
     runs: list[tuple[int, range]] = []  # shards that stay neighbours are one run
     for dataset, old, _ in pieces:
         rows = range(old.first_sample, old.first_sample + old.num_samples)
@@ -331,7 +357,12 @@ def _publish_version(
         first,
         name=joined([manifest.name for manifest in manifests]) or first.name,
         license=joined([manifest.license for manifest in manifests]),
-        channels=channel_table(cameras, first.lidars, first.extra_channels, stored),
+        channels=channel_table(
+            cameras,
+            lidars=first.lidars,
+            extra=first.extra_channels,
+            fields=stored,
+        ),
         compression={**first.compression, "codecs": stated},
         lineage=Lineage.from_parents(manifests),
         provenance={

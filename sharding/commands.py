@@ -140,7 +140,9 @@ def run_shard(args: argparse.Namespace) -> int:
     options=[_PRINT],
 )
 def run_sources(args: argparse.Namespace) -> int:
-    """List the kinds of sources, and what to install; of one kind, what it reads and its options."""
+    """List the kinds of sources, and what to install; of one kind, what it reads and its
+    options.
+    """
     from fuelrail.sharding.sources.registry import sources
 
     kinds = sources(args.kind)
@@ -181,14 +183,24 @@ def run_reshard(args: argparse.Namespace) -> int:
             raise append_refuses("--append", refused[0])
         return _run_with_progress(
             args,
-            lambda progress: reshard(args.datasets, args.out, append=True, progress=progress),
+            lambda progress: reshard(
+                args.datasets,
+                args.out,
+                append=True,
+                progress=progress,
+            ),
         )
     selection = from_flags(args, FuelrailOptions)
     options = _shared_options(args)
     options |= {"points": selection.points, "cameras": selection.cameras}
     return _run_with_progress(
         args,
-        lambda progress: reshard(args.datasets, args.out, progress=progress, **options),
+        lambda progress: reshard(
+            args.datasets,
+            args.out,
+            progress=progress,
+            **options,
+        ),
     )
 
 

@@ -328,7 +328,12 @@ def forget(
         recipe = Recipe(source="forget", source_options={"names": digest})
         if started is not None and started.recipe.source != "forget":
             check_same_recipe(out.shown, started.recipe, recipe)
-        report = _load_finished_report(file, listed, outs, is_started=started is not None)
+        report = _load_finished_report(
+            file,
+            names=listed,
+            outs=outs,
+            is_started=started is not None,
+        )
         if report is None or (
             started is None and _find_rows(open_dataset(out.root), listed)[0].size
         ):
@@ -369,7 +374,12 @@ def forget(
     return report
 
 
-def _find_parts(outs: Sequence[FolderOutput], names: list[str], *, is_started: bool) -> list[_Part]:
+def _find_parts(
+    outs: Sequence[FolderOutput],
+    names: list[str],
+    *,
+    is_started: bool,
+) -> list[_Part]:
     """Return what is to be deleted where, the dataset first."""
     base = _open_source(outs[0], DATASETS, is_started=is_started)
     rows, unknown = _find_rows(base, names)
@@ -379,12 +389,14 @@ def _find_parts(outs: Sequence[FolderOutput], names: list[str], *, is_started: b
         raise _make_empty_error(outs[0])
     keys = base.index.texts("key").take(rows).to_pylist()
     # Layers have no sweeps, and the dataset's own shards are whole, or done with.
-    clips = deleted_times(base, rows, has_shards=base.root == outs[0].root)
+    is_of_dataset = base.root == outs[0].root
+    clips = deleted_times(base, rows, has_shards=is_of_dataset)
     parts = [_Part(outs[0], base, rows, clips)]
     for out in outs[1:]:
         layer = _open_source(out, LAYERS, is_started=is_started)
         check_base(Layer("layer", layer, read_rows(layer)), base)
-        rows_of_layer, _ = named_rows(keys, pa.table({"key": layer.index.texts("key")}))
+        table = pa.table({"key": layer.index.texts("key")})
+        rows_of_layer, _ = named_rows(keys, table)
         if len(rows_of_layer) == len(layer):
             raise _make_empty_error(out)
         parts.append(_Part(out, layer, rows_of_layer, clips))
@@ -400,14 +412,25 @@ def _make_empty_error(out: FolderOutput) -> ConfigError:
     return ConfigError(f"nothing would be left of '{out.shown}': remove the folder")
 
 
-def _delete_all(parts: Sequence[_Part], names: list[str], caches: Sequence[Path]) -> ForgetReport:
+def _delete_all(
+    parts: Sequence[_Part],
+    names: list[str],
+    caches: Sequence[Path],
+) -> ForgetReport:
     """Delete from all folders and caches; return the report."""
     base = parts[0].source
     order = _read_order_inputs(base, parts[0].rows)
     samples = []
     for row in map(base.index.row, parts[0].rows.tolist()):
         members = {entry.name: f"{entry.xxh3:016x}" for entry in row.members}
-        samples.append(DeletedSample(row.key, row.clip_id, f"{row.xxh3:016x}", members))
+        samples.append(
+            DeletedSample(
+                key=row.key,
+                clip_id=row.clip_id,
+                xxh3=f"{row.xxh3:016x}",
+                members=members,
+            )
+        )
     noted = _read_note(parts[0].out)
     removed = [str(folder) for folder in caches if folder.is_dir() or str(folder) in noted.caches]
     _write_note(parts[0].out, msgspec.structs.replace(noted, caches=removed))
@@ -419,7 +442,8 @@ def _delete_all(parts: Sequence[_Part], names: list[str], caches: Sequence[Path]
         layer_keys: list[str] = []
         inputs: OrderInputs | None = None
         if part is not parts[0]:
-            layer_keys = source.index.texts("key").take(part.rows).to_pylist()
+            texts = source.index.texts("key")
+            layer_keys = texts.take(part.rows).to_pylist()
             inputs = _read_order_inputs(source, part.rows)
         if source.root == part.out.root:
             _make_next(part, parts[0], keys)
@@ -482,14 +506,16 @@ def order_digest(names: Sequence[tuple[str, str]], inputs: OrderInputs | None) -
     """Return the SHA-256 by which a manifest names the receipt of what was deleted: keys, clips
     and what orders need of them.
     """
-    return hashlib.sha256(msgspec.json.encode((names, inputs))).hexdigest()
+    content = msgspec.json.encode((names, inputs))
+    return hashlib.sha256(content).hexdigest()
 
 
 def _state_deletion(source: Dataset, rows: Rows) -> dict[str, Any]:
     """Return the fact of a manifest that says what was deleted, by its number and digest."""
     keys = source.index.texts("key").take(rows).to_pylist()
     clips = source.index.texts("clip_id").take(rows).to_pylist()
-    digest = order_digest([*zip(keys, clips, strict=True)], _read_order_inputs(source, rows))
+    names = [*zip(keys, clips, strict=True)]
+    digest = order_digest(names, _read_order_inputs(source, rows))
     return {"forgotten": {"samples": len(rows), "order_sha256": digest}}
 
 
@@ -586,7 +612,8 @@ def _load_finished_report(
 
 
 def _select_inside(rows: Rows, shard: ShardEntry) -> Rows:
-    first, end = np.searchsorted(rows, (shard.first_sample, shard.first_sample + shard.num_samples))
+    end_sample = shard.first_sample + shard.num_samples
+    first, end = np.searchsorted(rows, (shard.first_sample, end_sample))
     return rows[first:end]
 
 
@@ -618,14 +645,19 @@ def _make_next(part: _Part, base: _Part, keys: frozenset[str]) -> None:
         same = clips[1:] == clips[:-1]
         near[1:] |= gone[:-1] & same
         near[:-1] |= gone[1:] & same
-        touched = np.union1d(touched, table.samples[near].astype(np.int64))
+        neighbours = table.samples[near].astype(np.int64)
+        touched = np.union1d(touched, neighbours)
     hit = {shard.name for shard in source.shards if _select_inside(touched, shard).size}
     linked = [name for name in sorted(hit) if (source.root / name).stat().st_nlink > 1]
-    _write_note(
-        out,
-        msgspec.structs.replace(_read_note(out), linked=linked, num_cut=len(held)),
+    note = msgspec.structs.replace(_read_note(out), linked=linked, num_cut=len(held))
+    _write_note(out, note)
+    _write_version(
+        part,
+        base=base,
+        hit=hit,
+        keys=keys,
+        out=next_version,
     )
-    _write_version(part, base=base, hit=hit, keys=keys, out=next_version)
 
 
 def _take_place(part: _Part) -> None:
@@ -638,7 +670,8 @@ def _take_place(part: _Part) -> None:
     manifest = load_manifest(next_version.root, EITHER)
     num_left = len(source) - len(part.rows)
     parents = manifest.lineage.parents
-    if (parents, manifest.num_samples) != ((part.fingerprint,), num_left):
+    is_next = parents == (part.fingerprint,)
+    if not is_next or manifest.num_samples != num_left:
         raise _make_edited_error(out)
     out.remove(MANIFEST_FILE)
     sync_folder(out.root)
@@ -650,7 +683,8 @@ def _take_place(part: _Part) -> None:
     keys = open_tables(out.root, manifest).samples.texts("key")
     is_left = np.ones(len(source), bool)
     is_left[part.rows] = False
-    if not keys.equals(source.index.texts("key").filter(pa.array(is_left))):
+    keys_left = source.index.texts("key").filter(pa.array(is_left))
+    if not keys.equals(keys_left):
         raise _make_edited_error(out)
     old_names = [entry.name for entry in source.manifest.files]
     for shard in source.shards:
@@ -662,7 +696,11 @@ def _take_place(part: _Part) -> None:
     sync_folder(out.root)
 
 
-def _move_files(next_version: FolderOutput, out: FolderOutput, names: Sequence[str]) -> None:
+def _move_files(
+    next_version: FolderOutput,
+    out: FolderOutput,
+    names: Sequence[str],
+) -> None:
     """Move files of the next version that are not there yet."""
     for name in names:
         with contextlib.suppress(FileNotFoundError):
@@ -706,8 +744,10 @@ def _write_version(
     changed: dict[str, Any]
     if isinstance(manifest, LayerManifest):
         rows_of_base = read_rows(source)
+        if rows_of_base is None:
+            rows_of_base = np.arange(len(source))
         rows_left = np.delete(
-            np.arange(len(source)) if rows_of_base is None else np.asarray(rows_of_base),
+            np.asarray(rows_of_base),
             base.rows,
         )
         files = publish_rows(
@@ -812,7 +852,13 @@ def _write_shards(
             )
             rows = packed.rows
         elif name != old.name:
-            bring_shard(source, old, out, new, was_finished=False)
+            bring_shard(
+                source,
+                old=old,
+                out=out,
+                new=new,
+                was_finished=False,
+            )
         yield from (row._replace(shard=len(entries)) for row in rows)
         entries.append(new)
         first += len(shard_rows)
@@ -846,15 +892,20 @@ def _repack_shard(
             shard.seek(row.offset)
             span = shard.read(row.length)
             check_span(row, span, old)
-            raw: dict[str, Buffer] = {**read_members(row, span, old, dictionary=source.dictionary)}
+            raw: dict[str, Buffer] = {
+                **read_members(
+                    row,
+                    span=span,
+                    shard=old,
+                    dictionary=source.dictionary,
+                )
+            }
             if META in raw:
                 meta = decode_meta(raw[META])
-                named = {
-                    name: None for name in ("prev_key", "next_key") if getattr(meta, name) in keys
-                }
-                raw[META] = (
-                    encode_meta(msgspec.structs.replace(meta, **named)) if named else raw[META]
-                )
+                names = [name for name in ("prev_key", "next_key") if getattr(meta, name) in keys]
+                if names:
+                    meta = msgspec.structs.replace(meta, **dict.fromkeys(names))
+                    raw[META] = encode_meta(meta)
             members = []
             for entry in row.members:
                 data: Buffer | None = raw[entry.name]

@@ -68,7 +68,12 @@ _MOST_RECEIPTS: Final = 128
 class _Shards(ShardTable):
     """The shards that are left, and how many samples each had before."""
 
-    def __init__(self, file: BlockFile, manifest: Manifest, cut: dict[str, list[int]]) -> None:
+    def __init__(
+        self,
+        file: BlockFile,
+        manifest: Manifest,
+        cut: dict[str, list[int]],
+    ) -> None:
         super().__init__(file, manifest)
         self._cut_by_range = {
             (entry.first_shard, entry.first_shard + entry.num_shards): cut[name]
@@ -122,7 +127,12 @@ def as_it_was(
         if report.folders and report.order is not None:
             folder = report.folders[0]
             names = [(sample.key, sample.clip_id) for sample in report.samples]
-            deletion = _Deletion(file, folder.before, names, report.order)
+            deletion = _Deletion(
+                file=file,
+                before=folder.before,
+                names=names,
+                inputs=report.order,
+            )
             deletions.setdefault(folder.after, deletion)
     chain = _chain_between(dataset, fingerprint, deletions)
     if chain:
@@ -151,7 +161,12 @@ def layer_as_it_was(
             for folder in report.folders[1:]:
                 if folder.order is not None:
                     names = [(key, clips.get(key, "")) for key in folder.keys]
-                    deletion = _Deletion(file, folder.before, names, folder.order)
+                    deletion = _Deletion(
+                        file=file,
+                        before=folder.before,
+                        names=names,
+                        inputs=folder.order,
+                    )
                     deletions.setdefault(folder.after, deletion)
     chain = _chain_between(data, fingerprint, deletions)
     if not chain:
@@ -161,7 +176,12 @@ def layer_as_it_was(
     rows = pc.index_in(base.index.texts("key"), value_set=keys)
     rows_of_base = np.asarray(pc.fill_null(rows, NO_ROW).to_numpy(), np.int64)
     manifest = msgspec.structs.replace(earlier.manifest, base=BaseEntry.from_dataset(base))
-    return Layer(name, replace(earlier, manifest=manifest), rows_of_base, missing)
+    return Layer(
+        name=name,
+        data=replace(earlier, manifest=manifest),
+        rows=rows_of_base,
+        missing=missing,
+    )
 
 
 def _read_receipts(
@@ -212,8 +232,9 @@ def _chain_between(
         facts = dataset.manifest.provenance.get("facts", {})
         forgotten = facts.get("forgotten") if isinstance(facts, dict) else None
         stated = forgotten.get("order_sha256") if isinstance(forgotten, dict) else None
-        if stated != order_digest(chain[0].names, chain[0].inputs):
-            raise _make_mismatch_error(chain[0].file, dataset)
+        newest = chain[0]
+        if stated != order_digest(newest.names, newest.inputs):
+            raise _make_mismatch_error(newest.file, dataset)
     return chain
 
 
@@ -234,7 +255,8 @@ def _rebuild_tables(
             len(inputs.timestamps_ns),
             *map(len, inputs.attributes.values()),
         }
-        is_of_rows = len(counts) == 1 and (np.diff(rows, prepend=-1) > 0).all()
+        is_ascending = (np.diff(rows, prepend=-1) > 0).all()
+        is_of_rows = len(counts) == 1 and is_ascending
         num_samples = sum(map(sum, inputs.splits.values()))
         has_last = not len(rows) or rows[-1] < num_rows
         if not (is_of_rows and has_last and num_rows == num_samples):
@@ -243,7 +265,8 @@ def _rebuild_tables(
         is_deleted = np.zeros(num_rows, bool)
         is_deleted[rows] = True
         merged[~is_deleted] = order
-        merged[rows] = -1 - len(deleted) - np.arange(len(rows))
+        numbers = len(deleted) + np.arange(len(rows))
+        merged[rows] = -1 - numbers
         order = merged
         for number, (key, clip_id) in enumerate(names):
             deleted.append(
@@ -267,10 +290,20 @@ def _rebuild_tables(
         for number in order.tolist():
             yield (dataset.index.row(number) if number >= 0 else deleted[-1 - number])
 
-    write_index(folder, dataset.index.names, dataset.index.codecs, rows_as_they_were())
+    write_index(
+        folder,
+        names=dataset.index.names,
+        codecs=dataset.index.codecs,
+        rows=rows_as_they_were(),
+    )
     if dataset.attributes_file().exists:
         write_attributes(folder, _rebuild_attributes(dataset, order, attributes))
-    splits, entries = _rebuild_splits(dataset, order, oldest.inputs.splits, oldest.file)
+    splits, entries = _rebuild_splits(
+        dataset,
+        order=order,
+        cut=oldest.inputs.splits,
+        file=oldest.file,
+    )
     dictionary = [file for file in dataset.manifest.files if file.name == DICTIONARY_FILE]
     manifest = msgspec.structs.replace(
         dataset.manifest,
@@ -312,7 +345,8 @@ def _rebuild_attributes(
     file = dataset.attributes_file()
     schema = file.schema(len(dataset))
     batches = [*file.batches(schema.names)]
-    remaining = pa.Table.from_batches(batches, batches[0].schema if batches else schema)
+    table_schema = batches[0].schema if batches else schema
+    remaining = pa.Table.from_batches(batches, table_schema)
     columns = []
     for field in schema:
         values = [row.get(field.name) for row in deleted]
@@ -320,15 +354,18 @@ def _rebuild_attributes(
             column = pa.array(values, field.type)
         except (pa.ArrowException, TypeError, OverflowError):
             # The column has a type that JSON has not.
-            column = pa.array([str(value) for value in values]).cast(field.type)
+            texts = [str(value) for value in values]
+            column = pa.array(texts).cast(field.type)
         columns.append(column)
     fields = [pa.field(field.name, field.type) for field in schema]
     remaining = pa.Table.from_arrays(remaining.columns, schema=pa.schema(fields))
     gone = pa.Table.from_arrays(columns, schema=pa.schema(fields))
-    places = np.where(order >= 0, order, len(remaining) - 1 - order)
+    places_of_deleted = len(remaining) - 1 - order
+    places = np.where(order >= 0, order, places_of_deleted)
     table = pa.concat_tables([remaining, gone])
     for first in range(0, len(places), ROWS_PER_GROUP):
-        yield table.take(pa.array(places[first : first + ROWS_PER_GROUP])).combine_chunks()
+        rows = pa.array(places[first : first + ROWS_PER_GROUP])
+        yield table.take(rows).combine_chunks()
 
 
 def _rebuild_splits(
@@ -358,7 +395,8 @@ def _rebuild_splits(
             num_shards=len(shards),
             num_clips=dataset.splits[name].num_clips if name in dataset.splits else 0,
         )
-        for shard, begin, stop in zip(shards, firsts, [*firsts[1:], end], strict=False):
+        ends = [*firsts[1:], end]
+        for shard, begin, stop in zip(shards, firsts, ends, strict=False):
             entries.append(shard._replace(first_sample=begin, num_samples=stop - begin))
         first = end
     if len(entries) != len(dataset.shards):

@@ -63,7 +63,12 @@ class Quiet:
         self.num_shards = len(shards)
         self.total_bytes = num_bytes
         self._start = time.monotonic()
-        self.show("planned", samples=num_samples, shards=len(shards), bytes=num_bytes)
+        self.show(
+            "planned",
+            samples=num_samples,
+            shards=len(shards),
+            bytes=num_bytes,
+        )
 
     def advanced(self, num_bytes: int) -> None:
         """Take the number of bytes written since the last call."""
@@ -74,7 +79,12 @@ class Quiet:
         """Take a finished shard."""
         self.num_done += 1
         self._waiting.pop(shard_stem(shard.name), None)
-        self.show("shard", name=shard.name, bytes=shard.num_bytes, kept=shard.is_kept)
+        self.show(
+            "shard",
+            name=shard.name,
+            bytes=shard.num_bytes,
+            kept=shard.is_kept,
+        )
 
     def show(self, event: str, **values: Any) -> None:  # values that JSON takes
         """Show what happened."""
@@ -109,7 +119,8 @@ class JsonLines(Quiet):
                 "total_shards": self.num_shards,
                 "current": self.current,
             }
-        sys.stdout.write(json.dumps({"event": event, **values}) + "\n")
+        line = json.dumps({"event": event, **values})
+        sys.stdout.write(line + "\n")
         sys.stdout.flush()
 
 

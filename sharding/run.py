@@ -163,14 +163,23 @@ def shard(
     with output.writing(), Workspace(output) as work:
         started = load_started(work, recipe)
         with naming(spec):
-            scan = _scan_source(work, source, recipe)
-        progress.scanned(scan.info)
-        _check_channels(scan.info, recipe, spec)
+            path = work.temporary / work.scan_table.name
+            info, stamps = _fill_table(source, path)
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            path.replace(work.scan_table)
+        scan = _Scan(
+            info=info,
+            table=ScanTable(work.scan_table),
+            recipe=msgspec.structs.replace(recipe, scan_sha256=digest),
+            stamps=stamps,
+        )
+        progress.scanned(info)
+        _check_channels(info, recipe, spec)
         finished = load_finished(output, scan.recipe)
         shards = None if finished is None else _load_stored_shards(work, finished)
         planned = _plan_dataset(work, scan, started, shards)
         manifest, dictionary = _start_run(work, scan, planned, finished)
-        info = scan.info
         job = WriteJob(
             out=output.location,
             scan_table=work.scan_table,
@@ -222,7 +231,12 @@ def shard(
                 clips_by_split=planned.clips_by_split,
             )
         work.remove()
-    return Outcome(manifest, num_written, num_shards - num_written, info.report)
+    return Outcome(
+        manifest=manifest,
+        num_written=num_written,
+        num_kept=num_shards - num_written,
+        report=info.report,
+    )
 
 
 def repair(
@@ -305,27 +319,17 @@ def _make_rig(info: ScanInfo) -> Rig:
     )
 
 
-def _fill_table(source: Source, path: Path, *, is_check: bool = False) -> tuple[ScanInfo, U64]:
+def _fill_table(
+    source: Source,
+    path: Path,
+    *,
+    is_check: bool = False,
+) -> tuple[ScanInfo, U64]:
     with ScanWriter(path, source.attribute_types, is_check=is_check) as out:
         info = source.scan(out)
     if not info.num_samples:
         raise SourceError(f"the {source.kind} source has no samples")
     return info, out.stamps
-
-
-def _scan_source(work: Workspace, source: Source, recipe: Recipe) -> _Scan:
-    """Scan the source into the working folder."""
-    path = work.temporary / work.scan_table.name
-    info, stamps = _fill_table(source, path)
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    path.replace(work.scan_table)
-    return _Scan(
-        info,
-        ScanTable(work.scan_table),
-        msgspec.structs.replace(recipe, scan_sha256=digest),
-        stamps,
-    )
 
 
 def _load_stored_shards(work: Workspace, finished: Manifest) -> tuple[ShardEntry, ...] | None:
@@ -360,7 +364,12 @@ def _plan_dataset(
     share = stored_share(recipe.images, first) * (
         uncompressed_share(first) if recipe.layout == "none" else 1.0
     )
-    clips_by_split = assign_splits(info.clips, recipe, info.splits, np.unique(clip).tolist())
+    clips_by_split = assign_splits(
+        info.clips,
+        recipe=recipe,
+        own_splits=info.splits,
+        present=np.unique(clip).tolist(),
+    )
     plan = make_plan(
         rows,
         clip=clip,
@@ -388,9 +397,15 @@ def _plan_dataset(
     save_npy(work.plan_rows, plan.rows)
     save_npy(work.selection, selected)
     first_rows = [planned.first_sample for planned in plan.shards]
-    shard_bytes = np.add.reduceat(table.numbers("size_bytes")[plan.rows], first_rows) * share
+    sample_bytes = table.numbers("size_bytes")[plan.rows]
+    shard_bytes = np.add.reduceat(sample_bytes, first_rows) * share
     state = msgspec.structs.replace(state, shards=plan.shards)
-    return _Planned(plan, clips_by_split, shard_bytes, state)
+    return _Planned(
+        plan=plan,
+        clips_by_split=clips_by_split,
+        shard_bytes=shard_bytes,
+        state=state,
+    )
 
 
 def _start_run(
@@ -461,7 +476,9 @@ def _stage_shards(
     bands_of_rows = np.full(len(scan.table), NO_BAND, np.int8)
     for number, band in bands.of_shard.items():
         shard = job.shards[number]
-        bands_of_rows[plan.rows[shard.first_sample : shard.first_sample + shard.num_samples]] = band
+        end = shard.first_sample + shard.num_samples
+        rows = plan.rows[shard.first_sample : end]
+        bands_of_rows[rows] = band
         if band < bands.num_done:
             record = load_record(work.out, shard.stem)
             if record is None or not is_whole(work.out, record):

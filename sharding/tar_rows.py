@@ -116,7 +116,12 @@ class TarRows:
         ends = offsets + self._lengths[members]
         begin = int(offsets.min())
         num_bytes = int(ends.max()) - begin
-        data = self._files.read(name, begin, num_bytes, _MOST_SAMPLE_BYTES)
+        data = self._files.read(
+            name,
+            offset=begin,
+            length=num_bytes,
+            limit=_MOST_SAMPLE_BYTES,
+        )
         if len(data) != num_bytes:
             raise SourceError(
                 f"tar '{self._files.shown}/{name}' ends at byte {begin + len(data)}, in the "

@@ -79,7 +79,12 @@ class DeletedTimes(NamedTuple):
     sensor_spans_ns: Mapping[str, Spans]
 
 
-def deleted_times(base: Dataset, rows: Rows, *, has_shards: bool) -> dict[str, DeletedTimes]:
+def deleted_times(
+    base: Dataset,
+    rows: Rows,
+    *,
+    has_shards: bool,
+) -> dict[str, DeletedTimes]:
     """Return by clip what these rows own, for clips of which others are left.
 
     With ``has_shards`` the geometry of such clips is read, for the times of lidars.
@@ -118,7 +123,8 @@ def deleted_times(base: Dataset, rows: Rows, *, has_shards: bool) -> dict[str, D
             # The times of the newest points; without points those of the samples.
             newest_ns = times_ns[samples]
             for number in positions:
-                data = _read_raw(base, int(samples[number]), [radar.field]).get(radar.field)
+                members = _read_raw(base, int(samples[number]), [radar.field])
+                data = members.get(radar.field)
                 if data is None:
                     continue
                 points = KINDS[radar.kind].decode(data, radar)
@@ -149,7 +155,8 @@ def holders(source: Dataset, clips: Mapping[str, DeletedTimes], deleted: Rows) -
     if not clips or not fields:
         return np.zeros(0, np.int64)
     ids = source.index.texts("clip_id")
-    is_near = pc.is_in(ids, value_set=pa.array(clips, pa.string())).to_numpy()
+    clip_ids = pa.array(clips, pa.string())
+    is_near = pc.is_in(ids, value_set=clip_ids).to_numpy()
     near = np.setdiff1d(np.flatnonzero(is_near), deleted)
     held: list[int] = []
     for number in near.tolist():
@@ -219,7 +226,8 @@ def cut_member(
         keep = ~_is_inside(series[TIMES], times.spans_ns)
         if keep.all():
             return data
-        return kind.encode({part: values[keep] for part, values in series.items()}, channel)
+        remaining_series = {part: values[keep] for part, values in series.items()}
+        return kind.encode(remaining_series, channel)
     if _is_radar(channel):
         spans_ns = times.sensor_spans_ns.get(channel.name)
         points = kind.decode(data, channel)
@@ -234,8 +242,10 @@ def cut_member(
     if name == EGO.field and channel.columns == EGO.columns:
         value = np.array(kind.decode(data, channel))
         after_ns = value[:, _TIME_S].astype(np.float64) * 1e9
-        away_ns = np.abs(row.timestamp_ns - times.times_ns[:, None] + after_ns)
-        is_step = (np.nan_to_num(away_ns, nan=np.inf) < _SAME_NS).any(0)
+        offset_ns = row.timestamp_ns - times.times_ns[:, None]
+        away_ns = np.abs(offset_ns + after_ns)
+        is_deleted = np.nan_to_num(away_ns, nan=np.inf) < _SAME_NS
+        is_step = is_deleted.any(0)
         value[is_step, :-1] = np.nan
         value[is_step, -1] = 0
         if is_step.any():
@@ -244,7 +254,8 @@ def cut_member(
     if name == _AGENTS and tuple(array.name for array in channel.arrays) == _OF_STEPS:
         steps = times.frames - row.frame + PAST
         steps = steps[(steps >= 0) & (steps < STEPS)]
-        arrays = {part: np.array(values) for part, values in kind.decode(data, channel).items()}
+        stored = kind.decode(data, channel)
+        arrays = {part: np.array(values) for part, values in stored.items()}
         if not arrays["valid"][:, steps].any():
             return data
         arrays["position"][:, steps] = np.nan
@@ -262,11 +273,16 @@ def _compute_measured_ns(points: F32, channel: Channel, timestamp_ns: int) -> I6
     """Return when the points of a radar were measured [ns], to the precision of a float32 of
     seconds.
     """
-    age_s = points[:, channel.columns.index(_DT)].astype(np.float64)
+    dt_s = points[:, channel.columns.index(_DT)]
+    age_s = dt_s.astype(np.float64)
     return timestamp_ns - np.round(age_s * 1e9).astype(np.int64)
 
 
-def _read_raw(source: Dataset, number: int, names: Sequence[str]) -> dict[str, memoryview]:
+def _read_raw(
+    source: Dataset,
+    number: int,
+    names: Sequence[str],
+) -> dict[str, memoryview]:
     """Return the raw bytes of some members of a sample in a folder, by field name, checked."""
     row = source.index.row(number)
     path = source.shard_path(row)
@@ -274,7 +290,13 @@ def _read_raw(source: Dataset, number: int, names: Sequence[str]) -> dict[str, m
         shard.seek(row.offset)
         span = shard.read(row.length)
     check_span(row, span, path.name)
-    return read_members(row, span, path.name, names, dictionary=source.dictionary)
+    return read_members(
+        row,
+        span=span,
+        shard=path.name,
+        fields_wanted=names,
+        dictionary=source.dictionary,
+    )
 
 
 def _find_spans(times_ns: I64, is_deleted: Mask) -> Spans:

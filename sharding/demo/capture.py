@@ -51,8 +51,8 @@ TOKENS: Final = Channel(
     axes=("token",),
     shape=(1 + _CELLS**2,),
     vocabulary=Vocabulary("top-view", 64),
-    description="63, then the cells of 3.2 m around the vehicle, the nearest first: 0: free; else the "
-    "kind of object whose centre is in it (from 1: vehicle, human, movable, static, animal) "
+    description="63, then the cells of 3.2 m around the vehicle, the nearest first: 0: free; else "
+    "the kind of object whose centre is in it (from 1: vehicle, human, movable, static, animal) "
     "and, times 6, its heading in ego (0 to 7)",
 )
 
@@ -78,10 +78,15 @@ def filename(
     """Return the path of a sensor file below the dataroot, as nuScenes names them."""
     suffix = "pcd.bin" if channel == LIDAR_CHANNEL else "jpg"
     logfile = log_facts(world, clip.log)["logfile"]
-    return f"{'samples' if is_key_frame else 'sweeps'}/{channel}/{logfile}__{channel}__{timestamp_us}.{suffix}"
+    folder = "samples" if is_key_frame else "sweeps"
+    return f"{folder}/{channel}/{logfile}__{channel}__{timestamp_us}.{suffix}"
 
 
-def record(world: SynthOptions, root: Path, capture: Capture) -> tuple[Capture, list[Sighting]]:
+def record(
+    world: SynthOptions,
+    root: Path,
+    capture: Capture,
+) -> tuple[Capture, list[Sighting]]:
     """Write the files of a capture below ``root``, whose folders exist; return what a keyframe
     shows of each actor.
 
@@ -107,7 +112,13 @@ def record(world: SynthOptions, root: Path, capture: Capture) -> tuple[Capture, 
                 colorspace="RGB",
                 colorsubsampling="420",
             )
-            name = filename(world, clip, camera.channel, exposure_us, is_key_frame=True)
+            name = filename(
+                world,
+                clip=clip,
+                channel=camera.channel,
+                timestamp_us=exposure_us,
+                is_key_frame=True,
+            )
             (root / name).write_bytes(encoded)
     points = cast(clip, solids, capture.timestamp_us)
     name = filename(
@@ -121,8 +132,10 @@ def record(world: SynthOptions, root: Path, capture: Capture) -> tuple[Capture, 
     if not capture.is_key_frame:
         return capture, []
     lidar2global = clip.ego2global(capture.timestamp_us) @ clip.rig.lidar.sensor2ego
-    places = move_points(points[:, :3].astype(np.float64), lidar2global)
-    places = places[np.argsort(places[:, 0], kind="stable")]
+    in_lidar = points[:, :3].astype(np.float64)
+    places = move_points(in_lidar, lidar2global)
+    by_x = np.argsort(places[:, 0], kind="stable")
+    places = places[by_x]
     shares = visible_shares(clip, solids, capture.timestamp_us)
     sightings = []
     for solid in solids:
@@ -130,9 +143,9 @@ def record(world: SynthOptions, root: Path, capture: Capture) -> tuple[Capture, 
             continue
         # Only points near in x can be in its box.
         reach = math.hypot(*solid.size_lwh[:2])
-        low, high = np.searchsorted(
-            places[:, 0], (solid.centre[0] - reach, solid.centre[0] + reach)
-        )
+        x = solid.centre[0]
+        ends = (x - reach, x + reach)
+        low, high = np.searchsorted(places[:, 0], ends)
         sightings.append(
             Sighting(
                 actor=solid.actor,
@@ -143,14 +156,19 @@ def record(world: SynthOptions, root: Path, capture: Capture) -> tuple[Capture, 
     return capture, sightings
 
 
-def top_view_tokens(clip: SynthClip, solids: list[Solid], capture_us: int) -> NDArray[np.uint16]:
+def top_view_tokens(
+    clip: SynthClip,
+    solids: list[Solid],
+    capture_us: int,
+) -> NDArray[np.uint16]:
     """Return the tokens (1025,) that `TOKENS` describes."""
     global2ego = invert_rigid(clip.ego2global(capture_us))
     cells = np.zeros((_CELLS, _CELLS), np.uint16)
     for solid in solids:
         place = global2ego[:3, :3] @ solid.centre + global2ego[:3, 3]
         row, column = (int(coordinate // _CELL_M) + _CELLS // 2 for coordinate in place[:2])
-        if solid.actor < 0 or not (0 <= row < _CELLS and 0 <= column < _CELLS):
+        is_inside = 0 <= row < _CELLS and 0 <= column < _CELLS
+        if solid.actor < 0 or not is_inside:
             continue
         category = clip.actors[solid.actor].category
         kind = next(
@@ -160,8 +178,11 @@ def top_view_tokens(clip: SynthClip, solids: list[Solid], capture_us: int) -> ND
             np.cos(solid.yaw_rad),
             np.sin(solid.yaw_rad),
         )
-        heading = int(np.arctan2(along[1], along[0]) / np.pi * 4) % 8
+        turn = np.arctan2(along[1], along[0]) / np.pi
+        heading = int(turn * 4) % 8
         cells[row, column] = kind + 6 * heading
     middle = np.arange(_CELLS) - (_CELLS - 1) / 2
-    nearest = np.argsort((middle[:, None] ** 2 + middle**2).ravel(), kind="stable")
-    return np.concatenate([np.array([_START], np.uint16), cells.ravel()[nearest]])
+    squared_distance = middle[:, None] ** 2 + middle**2
+    nearest = np.argsort(squared_distance.ravel(), kind="stable")
+    begin = np.array([_START], np.uint16)
+    return np.concatenate([begin, cells.ravel()[nearest]])

@@ -38,7 +38,8 @@ def cast(clip: SynthClip, solids: list[Solid], capture_us: int) -> F32:
     """Return the points (N, 5) of the sweep with this reference time."""
     lidar2global = clip.ego2global(capture_us) @ clip.rig.lidar.sensor2ego
     global2lidar = invert_rigid(lidar2global)
-    elevation = np.radians(np.linspace(_LOWEST_DEG, _HIGHEST_DEG, NUM_RINGS))[:, None]
+    angles = np.radians(np.linspace(_LOWEST_DEG, _HIGHEST_DEG, NUM_RINGS))
+    elevation = angles[:, None]
     flat = np.cos(elevation)
     level = np.zeros(NUM_COLUMNS)
     rays = np.stack(
@@ -50,7 +51,8 @@ def cast(clip: SynthClip, solids: list[Solid], capture_us: int) -> F32:
     )
     down = np.tensordot(lidar2global[2, :3], rays, 1)
     with np.errstate(divide="ignore"):
-        ranges = np.where(down < -1e-6, -lidar2global[2, 3] / down, np.inf)
+        ground_ranges = -lidar2global[2, 3] / down
+        ranges = np.where(down < -1e-6, ground_ranges, np.inf)
     reflectance = np.full(ranges.shape, 11.0)
     for solid in solids:
         turn = global2lidar[:3, :3]
@@ -59,7 +61,8 @@ def cast(clip: SynthClip, solids: list[Solid], capture_us: int) -> F32:
         reach = np.linalg.norm(solid.size_lwh) / 2.0
         if distance - reach > _FARTHEST_M:
             continue
-        aside = np.angle(np.exp(1j * (_AZIMUTH_RAD - np.arctan2(y, x))))
+        bearing = np.arctan2(y, x)
+        aside = np.angle(np.exp(1j * (_AZIMUTH_RAD - bearing)))
         half_angle = np.arcsin(min(1.0, reach / distance))
         # Only these columns have rays that can meet it.
         columns = np.flatnonzero(np.abs(aside) <= half_angle)
@@ -67,9 +70,12 @@ def cast(clip: SynthClip, solids: list[Solid], capture_us: int) -> F32:
         rays_near = rays[:, :, columns]
         for block in solid.blocks:
             hits, _ = meet(block, lidar2unit, rays_near)
-            ring, column = np.nonzero((hits > _NEAREST_M) & (hits < ranges[:, columns]))
-            ranges[ring, columns[column]] = hits[ring, column]
-            reflectance[ring, columns[column]] = 14.0 + 26.0 * (sum(solid.colour) / 765.0)
+            is_nearer = (hits > _NEAREST_M) & (hits < ranges[:, columns])
+            ring, near_column = np.nonzero(is_nearer)
+            column = columns[near_column]
+            ranges[ring, column] = hits[ring, near_column]
+            brightness = sum(solid.colour) / 765.0
+            reflectance[ring, column] = 14.0 + 26.0 * brightness
     draw = stream("lidar", clip.name, capture_us)
     shape = ranges.shape
     noise = draw.normal(0.0, _NOISE_M, shape)
@@ -81,7 +87,8 @@ def cast(clip: SynthClip, solids: list[Solid], capture_us: int) -> F32:
     # As a spinning lidar writes them: all rings of a column, then the next column.
     column, ring = np.nonzero(mask.T)
     points = np.empty((len(ring), POINT_COLUMNS), np.float32)
-    points[:, :3] = (rays[:, ring, column] * noisy[ring, column]).T
+    places = rays[:, ring, column] * noisy[ring, column]
+    points[:, :3] = places.T
     points[:, 3] = intensity[ring, column]
     points[:, 4] = ring
     return points

@@ -19,7 +19,12 @@ VERSION: Final = "v1.0-mini"
 
 def _number(description: str, low: int, high: int) -> Meta:
     words = {"must be": f"an integer from {low} to {high}"}
-    return Meta(ge=low, le=high, description=description, extra=words)
+    return Meta(
+        ge=low,
+        le=high,
+        description=description,
+        extra=words,
+    )
 
 
 def _parse_size(text: str) -> tuple[int, int]:

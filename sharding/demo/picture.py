@@ -79,7 +79,8 @@ class Sight(NamedTuple):
 
 def pixel_rays(intrinsics: F64, size: tuple[int, int]) -> F32:
     """Return the rays (3, height, width) of all pixels of an image of ``size`` (width, height)."""
-    u, v = np.meshgrid(np.arange(size[0]), np.arange(size[1]))
+    width, height = size
+    u, v = np.meshgrid(np.arange(width), np.arange(height))
     rays = np.einsum(
         "ij,jrc->irc",
         np.linalg.inv(intrinsics),
@@ -109,7 +110,8 @@ def window_of(
         depth_behind = behind[:, :, 2:]
         share = (_CUT_M - depth_behind) / (ahead[:, 2:] - depth_behind)
         crossings = behind + (ahead - behind) * share
-        vertices = np.concatenate([ahead, crossings.reshape(-1, 3)])
+        crossings = crossings.reshape(-1, 3)
+        vertices = np.concatenate([ahead, crossings])
         margin_px = 2
     pixels = vertices @ intrinsics.T
     pixels = pixels[:, :2] / pixels[:, 2:]
@@ -117,7 +119,9 @@ def window_of(
     low = np.clip(low, 0, size).astype(int)
     high = np.floor(pixels.max(0)) + 1 + margin_px
     high = np.clip(high, 0, size).astype(int)
-    return slice(low[1], high[1]), slice(low[0], high[0])
+    rows = slice(low[1], high[1])
+    columns = slice(low[0], high[0])
+    return rows, columns
 
 
 def in_view(solids: list[Solid], global2cam: F64, camera: RigSensor) -> list[Solid]:
@@ -125,15 +129,18 @@ def in_view(solids: list[Solid], global2cam: F64, camera: RigSensor) -> list[Sol
     if not solids:
         return []
     centres = np.array([solid.centre for solid in solids])
-    reach = np.linalg.norm([solid.size_lwh for solid in solids], axis=1) / 2.0
+    sizes = [solid.size_lwh for solid in solids]
+    reach = np.linalg.norm(sizes, axis=1) / 2.0
     x, _, z = move_points(centres, global2cam).T
     # Distance from the planes through the camera and the left and right edges of the picture.
     left = camera.intrinsics[0, 2] + 1.0
     right = camera.size[0] - camera.intrinsics[0, 2]
     focal = camera.intrinsics[0, 0]
+    from_left = (x * focal + z * left) / math.hypot(focal, left)
+    from_right = (z * right - x * focal) / math.hypot(focal, right)
     is_seen = z + reach > NEAR_M
-    is_seen &= (x * focal + z * left) / math.hypot(focal, left) > -reach
-    is_seen &= (z * right - x * focal) / math.hypot(focal, right) > -reach
+    is_seen &= from_left > -reach
+    is_seen &= from_right > -reach
     return [solids[place] for place in np.flatnonzero(is_seen).tolist()]
 
 
@@ -148,7 +155,8 @@ def sights(
     cam2unit = np.linalg.inv(unit2cam)
     for block in solid.blocks:
         vertices = move_points(block.corners, unit2cam)
-        rows, columns = window_of(vertices, intrinsics, rays.shape[:0:-1])
+        size = rays.shape[:0:-1]
+        rows, columns = window_of(vertices, intrinsics, size)
         if rows.stop > rows.start and columns.stop > columns.start:
             depth, entries = meet(block, cam2unit, rays[:, rows, columns])
             depth[depth < NEAR_M] = np.inf
@@ -183,8 +191,9 @@ def owners(
     )
     intrinsics = shrink @ camera.intrinsics
     rays = pixel_rays(intrinsics, size)
-    actors = np.full(size[::-1], -1, np.int32)
-    nearest = np.full(size[::-1], np.inf)
+    shape = size[::-1]
+    actors = np.full(shape, -1, np.int32)
+    nearest = np.full(shape, np.inf)
     alone = dict[int, int]()
     for solid in in_view(solids, global2cam, camera):
         silhouette = np.zeros(size[::-1], np.bool_)
@@ -198,7 +207,11 @@ def owners(
     return actors, alone
 
 
-def visible_shares(clip: SynthClip, solids: list[Solid], capture_us: int) -> dict[int, float]:
+def visible_shares(
+    clip: SynthClip,
+    solids: list[Solid],
+    capture_us: int,
+) -> dict[int, float]:
     """Return the share 0..1 of each actor's silhouettes that nothing nearer hides, for actors in
     at least one image.
     """
@@ -207,7 +220,8 @@ def visible_shares(clip: SynthClip, solids: list[Solid], capture_us: int) -> dic
     for camera in clip.rig.cameras:
         cam2global = clip.ego2global(capture_us - camera.lead_us) @ camera.sensor2ego
         actors, alone = owners(camera, cam2global, solids, _SILHOUETTE_PX)
-        visible_pixels += np.bincount(actors.ravel() + 1, minlength=len(visible_pixels))
+        counts = np.bincount(actors.ravel() + 1, minlength=len(visible_pixels))
+        visible_pixels += counts
         for actor, pixels in alone.items():
             alone_pixels[actor + 1] += pixels
     return {
@@ -232,8 +246,10 @@ def render(
     canvas.paint_backdrop()
     canvas.paint_road(clip.road)
     solids = in_view(solids, canvas.global2cam, camera)
-    canvas.paint_solids([solids[place] for place in painting_order(solids, cam2global[:2, 3])])
-    return canvas.develop(stream("sensor", clip.name, camera.channel, exposure_us))
+    order = painting_order(solids, cam2global[:2, 3])
+    canvas.paint_solids([solids[place] for place in order])
+    draw = stream("sensor", clip.name, camera.channel, exposure_us)
+    return canvas.develop(draw)
 
 
 def painting_order(solids: list[Solid], eye: F64) -> list[int]:
@@ -245,7 +261,8 @@ def painting_order(solids: list[Solid], eye: F64) -> list[int]:
     if not solids:
         return []
     centres = np.array([solid.centre[:2] for solid in solids])
-    lengths, widths = np.array([solid.size_lwh[:2] for solid in solids]).T
+    footprints = np.array([solid.size_lwh[:2] for solid in solids])
+    lengths, widths = footprints.T
     yaws = np.array([solid.yaw_rad for solid in solids])
     outlines = corners(
         centres[:, 0],
@@ -271,15 +288,18 @@ def painting_order(solids: list[Solid], eye: F64) -> list[int]:
     is_high = low >= limit
     is_low = high <= -limit
     # j is on the eye's side of i, or beyond a side of i that the eye is not beyond.
-    in_front = ((is_high & is_eye_high) | (is_low & is_eye_low)).any(axis=2)
-    behind = ((is_high & ~is_eye_high) | (is_low & ~is_eye_low)).any(axis=2)
+    is_in_front = (is_high & is_eye_high) | (is_low & is_eye_low)
+    is_behind = (is_high & ~is_eye_high) | (is_low & ~is_eye_low)
+    in_front = is_in_front.any(axis=2)
+    behind = is_behind.any(axis=2)
     directions = (centres - eye).T
     distances = np.hypot(*directions)
     bearings = np.arctan2(*directions)
     radii = np.hypot(lengths, widths) / 2.0
     reach = np.arcsin(np.minimum(radii / distances, 1.0))
     difference = bearings[:, None] - bearings
-    apart = np.abs(np.angle(np.exp(1j * difference)))
+    turns = np.exp(1j * difference)
+    apart = np.abs(np.angle(turns))
     is_before = (in_front | behind.T) & ~(in_front.T | behind)
     is_before &= apart < reach[:, None] + reach
     np.fill_diagonal(is_before, False)
@@ -288,7 +308,8 @@ def painting_order(solids: list[Solid], eye: F64) -> list[int]:
     is_open = np.ones(len(solids), bool)
     for _ in solids:
         ready = is_open & (waits == waits[is_open].min())
-        place = int(np.argmax(np.where(ready, distances, -1.0)))
+        candidates = np.where(ready, distances, -1.0)
+        place = int(np.argmax(candidates))
         order.append(place)
         is_open[place] = False
         waits = waits - is_before[place]
@@ -308,7 +329,8 @@ class Canvas:
         self.weather = weather
         self.cam2global = cam2global
         self.global2cam = invert_rigid(cam2global)
-        self.image = np.empty((camera.size[1], camera.size[0], 3), np.uint8)
+        width, height = camera.size
+        self.image = np.empty((height, width, 3), np.uint8)
         self.haze = np.array(weather.haze_rgb, np.float64)
 
     def paint_backdrop(self) -> None:
@@ -320,25 +342,31 @@ class Canvas:
         )
         shrink = np.diag([size[0] / width, size[1] / height, 1.0])
         rays = pixel_rays(shrink @ self.camera.intrinsics, size)
-        toward = np.einsum("ij,jrc->irc", self.cam2global[:3, :3].astype(np.float32), rays)
-        up = np.clip(toward[2] / np.hypot(toward[0], toward[1]), 0.0, 3.0)
+        turn = self.cam2global[:3, :3].astype(np.float32)
+        toward = np.einsum("ij,jrc->irc", turn, rays)
+        level = np.hypot(toward[0], toward[1])
+        up = np.clip(toward[2] / level, 0.0, 3.0)
         zenith = np.array(self.weather.zenith_rgb)
-        share = (1.0 - np.exp(-2.6 * up))[..., None]
-        image = self.haze + (zenith - self.haze) * share
+        share = 1.0 - np.exp(-2.6 * up)
+        image = self.haze + (zenith - self.haze) * share[..., None]
         is_ground = toward[2] < -0.002
-        depths = np.float32(-self.cam2global[2, 3]) / toward[2][is_ground]
+        height_m = np.float32(-self.cam2global[2, 3])
+        depths = height_m / toward[2][is_ground]
         image[is_ground] = self._add_haze(np.array(_MEADOW_RGB), depths)
         cv2.resize(image.astype(np.uint8), self.camera.size, self.image)
 
     def paint_road(self, road: Road) -> None:
         """Paint pavements, the road and its lines, in pieces along the road."""
-        offset = (self.cam2global[:2, 3] - (road.x, road.y)).astype(np.float32)
-        along_ego = float(road.locate(offset[:1], offset[1:])[0][0])
-        reach = min(_ROAD_M, 1.4 / max(abs(road.curvature_per_m), 1e-3))
+        offset = self.cam2global[:2, 3] - (road.x, road.y)
+        x, y = offset.astype(np.float32)[:, None]
+        along_ego = float(road.locate(x, y)[0][0])
+        curvature = max(abs(road.curvature_per_m), 1e-3)
+        reach = min(_ROAD_M, 1.4 / curvature)
         near = np.arange(0.0, 12.0, 1.0)
         far = np.geomspace(12.0, reach, 30)
-        steps = np.concatenate([near, far])
-        along = along_ego + np.concatenate([-steps[:0:-1], steps])
+        ahead = np.concatenate([near, far])
+        behind = -ahead[:0:-1]
+        along = along_ego + np.concatenate([behind, ahead])
         first_dash = math.floor((along_ego - reach) / 9.0)
         end_dash = math.ceil((along_ego + reach) / 9.0)
         starts = np.arange(first_dash, end_dash) * 9.0
@@ -379,9 +407,11 @@ class Canvas:
         low_edge = centres + low * left
         high_edge = centres + high * left
         quads = np.concatenate([low_edge, high_edge[:, ::-1]], axis=1)
-        quads = quads[(quads[:, :, 2] > NEAR_M).any(axis=1)]
+        is_ahead = (quads[:, :, 2] > NEAR_M).any(axis=1)
+        quads = quads[is_ahead]
         depths = quads[:, :, 2].clip(NEAR_M).mean(axis=1)
-        for _ in self._fill(quads, self._add_haze(np.array(rgb), depths)):
+        colours = self._add_haze(np.array(rgb), depths)
+        for _ in self._fill(quads, colours):
             pass
 
     def paint_solids(self, solids: list[Solid]) -> None:
@@ -391,7 +421,8 @@ class Canvas:
         tables = [list_sides(solid.shape) for solid in solids]
         counts = [len(table.quads) for table in tables]
         owner = np.repeat(np.arange(len(solids)), counts)
-        unit2cam = self.global2cam @ np.stack([solid.unit2global() for solid in solids])
+        unit2global = np.stack([solid.unit2global() for solid in solids])
+        unit2cam = self.global2cam @ unit2global
         turn = unit2cam[owner, :3, :3]
         move = unit2cam[owner, :3, 3]
         quads = np.concatenate([table.quads for table in tables])
@@ -399,15 +430,16 @@ class Canvas:
         edges = quads[:, 1:3] - quads[:, :1]
         normals = np.linalg.cross(edges[:, 0], edges[:, 1])
         middles = quads.mean(axis=1)
-        is_seen = (normals * middles).sum(axis=1) < 0.0
-        is_seen &= (quads[:, :, 2] > NEAR_M).any(axis=1)
+        is_ahead = (quads[:, :, 2] > NEAR_M).any(axis=1)
+        is_facing = (normals * middles).sum(axis=1) < 0.0
+        is_seen = is_facing & is_ahead
         block_middles = np.concatenate([table.block_middles for table in tables])
         block_middles = np.einsum("nij,nj->ni", turn, block_middles) + move
         blocks = np.concatenate([table.blocks for table in tables])
-        order = np.lexsort((blocks, -np.linalg.norm(block_middles, axis=1), owner))
-        light = np.concatenate(
-            [side_colours(solid, table) for solid, table in zip(solids, tables, strict=True)]
-        )
+        block_depths = np.linalg.norm(block_middles, axis=1)
+        order = np.lexsort((blocks, -block_depths, owner))
+        colours_by_solid = map(side_colours, solids, tables)
+        light = np.concatenate(list(colours_by_solid))
         depths = np.linalg.norm(middles, axis=1)
         colours = self._add_haze(light, depths)
         starts = np.concatenate([[0], np.cumsum(counts)])
@@ -424,9 +456,10 @@ class Canvas:
             corners = details.quads @ turn[place].T + move[place]
             is_ahead = (corners[:, :, 2] > NEAR_M).all(axis=1)
             if is_ahead.any():
-                colour = self._add_haze(details.rgb, depths[place : place + 1])[0]
+                depth = depths[place : place + 1]
+                colour = self._add_haze(details.rgb, depth)[0]
                 pixels = self._project(corners[is_ahead])
-                fixed = np.rint(pixels * (1 << _SHIFT)).astype(np.int32)
+                fixed = _to_fixed_point(pixels)
                 cv2.fillPoly(
                     self.image,
                     list(fixed),
@@ -441,12 +474,13 @@ class Canvas:
         After each that is in the picture yields its number and its width or height in pixels.
         """
         is_cut = np.asarray((quads[:, :, 2] < NEAR_M).any(axis=1))
-        pixels = self._project(np.where(is_cut[:, None, None], 1.0, quads))
+        whole_quads = np.where(is_cut[:, None, None], 1.0, quads)
+        pixels = self._project(whole_quads)
         low = pixels.min(axis=1)
         high = pixels.max(axis=1)
         is_inside = (high > 0.0).all(axis=1)
         is_inside &= (low < self.camera.size).all(axis=1)
-        fixed = np.rint(pixels * (1 << _SHIFT)).astype(np.int32)
+        fixed = _to_fixed_point(pixels)
         widths = (high - low).max(axis=1).tolist()
         listed = colours.tolist()
         for number in np.flatnonzero(is_inside | is_cut).tolist():
@@ -455,16 +489,19 @@ class Canvas:
                 # Leave off what is nearer than `NEAR_M`.
                 corners = []
                 quad = quads[number]
-                for start, end in zip(quad, np.roll(quad, -1, axis=0), strict=True):
+                next_corners = np.roll(quad, -1, axis=0)
+                for start, end in zip(quad, next_corners, strict=True):
                     is_ahead = start[2] >= NEAR_M
                     if is_ahead:
                         corners.append(start)
                     if is_ahead != (end[2] >= NEAR_M):
                         edge = end - start
-                        corners.append(start + edge * (NEAR_M - start[2]) / edge[2])
+                        crossing = start + edge * (NEAR_M - start[2]) / edge[2]
+                        corners.append(crossing)
                 outline = self._project(np.array(corners))
-                widths[number] = float(np.ptp(outline, axis=0).max())
-                polygon = np.rint(outline * (1 << _SHIFT)).astype(np.int32)
+                size_px = np.ptp(outline, axis=0)
+                widths[number] = float(size_px.max())
+                polygon = _to_fixed_point(outline)
             cv2.fillConvexPoly(
                 self.image,
                 polygon,
@@ -483,9 +520,10 @@ class Canvas:
 
     def _add_haze(self, rgb: Floats, depths: Floats) -> Floats:
         """Return colours (N, 3), given in full light, as they are seen at these depths (N,)."""
-        transmittance = np.exp(-depths / self.weather.haze_m)[:, None]
+        transmittance = np.exp(-depths / self.weather.haze_m)
         contrast = rgb * self.weather.light - self.haze
-        return np.asarray(self.haze + contrast * transmittance, np.float64)
+        colours = self.haze + contrast * transmittance[:, None]
+        return np.asarray(colours, np.float64)
 
     def develop(self, draw: np.random.Generator) -> U8:
         """Return the picture with texture and noise."""
@@ -496,6 +534,11 @@ class Canvas:
         cv2.add(self.image, brighter[window], self.image)
         cv2.subtract(self.image, darker[window], self.image)
         return self.image
+
+
+def _to_fixed_point(pixels: Floats) -> I32:
+    """Return pixel coordinates as OpenCV draws parts of pixels: with ``_SHIFT`` binary digits."""
+    return np.rint(pixels * (1 << _SHIFT)).astype(np.int32)
 
 
 @lru_cache(maxsize=2)
@@ -509,13 +552,18 @@ def _noise_tiles(width: int, height: int) -> tuple[U8, U8]:
     frequency = np.fft.fftfreq(size, 1 / size)
     white = stream("tile", "grain").standard_normal((size, size))
     radius = np.hypot(frequency[:, None], frequency)
-    spectrum = np.fft.fft2(white) / np.maximum(radius, 1.0) ** 0.9
+    falloff = np.maximum(radius, 1.0) ** 0.9
+    spectrum = np.fft.fft2(white) / falloff
     tile = np.fft.ifft2(spectrum).real
-    tile = (tile - tile.mean()) / tile.std() * 4.0
+    contrast = (tile - tile.mean()) / tile.std()
+    tile = contrast * 4.0
     repeats = (-(-height // size), -(-width // size))
     texture = np.tile(tile.astype(np.float32), repeats)
-    noise = stream("tile", "sensor").standard_normal((height, width), dtype=np.float32) * 2.1
+    draw = stream("tile", "sensor")
+    noise = draw.standard_normal((height, width), dtype=np.float32) * 2.1
     levels = np.rint(texture[:height, :width] + noise).astype(np.int16)
     brighter = levels.clip(0, 255).astype(np.uint8)
     darker = (-levels).clip(0, 255).astype(np.uint8)
-    return cv2.merge([brighter] * 3), cv2.merge([darker] * 3)
+    brighter_rgb = cv2.merge([brighter] * 3)
+    darker_rgb = cv2.merge([darker] * 3)
+    return brighter_rgb, darker_rgb

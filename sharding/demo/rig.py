@@ -31,8 +31,10 @@ def stream(*path: object) -> np.random.Generator:
     """Return the random stream of a path such as ``(seed, "clip", 3)``: independent of the order
     of use.
     """
-    digest = hashlib.sha256("/".join(map(str, path)).encode()).digest()
-    return np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little")))
+    text = "/".join(map(str, path))
+    digest = hashlib.sha256(text.encode()).digest()
+    key = int.from_bytes(digest[:16], "little")
+    return np.random.Generator(np.random.Philox(key=key))
 
 
 def _make_rotation(roll: float, pitch: float, yaw: float) -> F64:
@@ -76,7 +78,8 @@ def yaw_quaternion(yaw_rad: float) -> tuple[float, float, float, float]:
 
 
 def _round_quaternion(rotation: F64) -> tuple[float, ...]:
-    return tuple(np.round(quaternions(rotation[None])[0], QUATERNION_DECIMALS).tolist())
+    quaternion = quaternions(rotation[None])[0]
+    return tuple(np.round(quaternion, QUATERNION_DECIMALS).tolist())
 
 
 class _Mount(NamedTuple):
@@ -146,7 +149,8 @@ def make_rig(
     cameras = []
     for channel, mount in _MOUNTS.items():
         draw = stream(seed, "rig", vehicle, channel)
-        yaw, pitch, roll = np.radians(draw.normal(0.0, (0.5, 0.25, 0.25)))
+        deviations = draw.normal(0.0, (0.5, 0.25, 0.25))
+        yaw, pitch, roll = np.radians(deviations)
         focal_px = mount.focal_px + draw.uniform(-6.0, 6.0)
         centre_x = 812.0 + draw.uniform(-16.0, 16.0)
         centre_y = 482.0 + draw.uniform(-16.0, 16.0)
@@ -157,12 +161,12 @@ def make_rig(
                 [0.0, 0.0, 1.0],
             ]
         )
-        translation = tuple(
-            np.round(mount.translation + draw.normal(0.0, 0.01, 3), METRE_DECIMALS).tolist()
-        )
+        place = mount.translation + draw.normal(0.0, 0.01, 3)
+        translation = tuple(np.round(place, METRE_DECIMALS).tolist())
         lead_us = mount.lead_us + int(draw.integers(-300, 301))
         heading = math.radians(mount.yaw_deg) + yaw
-        turned = _round_quaternion(_make_rotation(roll, pitch, heading) @ OPTICAL2FLU[:3, :3])
+        rotation = _make_rotation(roll, pitch, heading) @ OPTICAL2FLU[:3, :3]
+        turned = _round_quaternion(rotation)
         size = (width_px, height_px)
         cameras.append(
             RigSensor(
@@ -175,7 +179,8 @@ def make_rig(
             )
         )
     draw = stream(seed, "rig", vehicle, LIDAR_CHANNEL)
-    roll, pitch, yaw = np.radians(draw.normal((0.0, 0.0, -90.0), (0.4, 0.4, 0.3)))
+    angles = draw.normal((0.0, 0.0, -90.0), (0.4, 0.4, 0.3))
+    roll, pitch, yaw = np.radians(angles)
     translation = (
         round(0.96 + draw.normal(0.0, 0.02), METRE_DECIMALS),
         0.0,

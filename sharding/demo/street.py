@@ -96,7 +96,9 @@ class Road:
             v = 1.0 / k - math.cos(k * along) * radius
         c = math.cos(self.heading_rad)
         s = math.sin(self.heading_rad)
-        return self.x + c * u - s * v, self.y + s * u + c * v
+        x = self.x + c * u - s * v
+        y = self.y + s * u + c * v
+        return x, y
 
     def locate(self, x: F32, y: F32) -> tuple[F32, F32]:
         """Return the inverse of `point` for arrays of offsets from the road's origin, float32 in
@@ -112,8 +114,10 @@ class Road:
         sign = math.copysign(1.0, k)
         radius = np.float32(1.0 / k)
         v -= radius
-        along = np.arctan2(np.float32(sign) * u, np.float32(-sign) * v) * radius
-        return along, radius - np.float32(sign) * np.hypot(u, v)
+        turn = np.float32(sign)
+        along = np.arctan2(turn * u, -turn * v) * radius
+        lateral = radius - turn * np.hypot(u, v)
+        return along, lateral
 
 
 def corners(
@@ -148,11 +152,17 @@ def footprints_overlap(first: F64, second: F64) -> bool:
             for edge in (edges[:, 0], edges[:, 1]):
                 a = (first * edge[:, None]).sum(-1)
                 b = (second * edge[:, None]).sum(-1)
-                apart |= (a.max(1) < b.min(1)) | (b.max(1) < a.min(1))
+                is_left = a.max(1) < b.min(1)
+                is_right = b.max(1) < a.min(1)
+                apart |= is_left | is_right
     return not bool(apart.all())
 
 
-def line_the_road(draw: np.random.Generator, road: Road, route_m: float) -> tuple[Solid, ...]:
+def line_the_road(
+    draw: np.random.Generator,
+    road: Road,
+    route_m: float,
+) -> tuple[Solid, ...]:
     """Return buildings, trees and posts on both sides of the road, from behind the start to past
     the end.
     """
@@ -165,8 +175,10 @@ def line_the_road(draw: np.random.Generator, road: Road, route_m: float) -> tupl
         size_lwh: tuple[float, float, float],
         floor_m: float = 0.0,
     ) -> None:
-        centre = (*road.point(along, lateral), floor_m + size_lwh[2] / 2.0)
-        colour = _WALLS[int(draw.integers(len(_WALLS)))]
+        height = floor_m + size_lwh[2] / 2.0
+        centre = (*road.point(along, lateral), height)
+        wall = int(draw.integers(len(_WALLS)))
+        colour = _WALLS[wall]
         solids.append(
             Solid(
                 kind=kind,
@@ -184,7 +196,8 @@ def line_the_road(draw: np.random.Generator, road: Road, route_m: float) -> tupl
     for side in (-1, 1):
         along = start
         while along < end:
-            length, depth, height = draw.uniform((11.0, 9.0, 5.5), (26.0, 16.0, 24.0)).tolist()
+            size = draw.uniform((11.0, 9.0, 5.5), (26.0, 16.0, 24.0))
+            length, depth, height = size.tolist()
             stand(
                 "building",
                 along + length / 2.0,
@@ -235,7 +248,8 @@ class Actor:
         clip.
         """
         along = self.along + self.speed_mps[0] * t_s
-        x, y = road.point(along, self.lateral + self.speed_mps[1] * t_s)
+        lateral = self.lateral + self.speed_mps[1] * t_s
+        x, y = road.point(along, lateral)
         return (
             round(x, METRE_DECIMALS),
             round(y, METRE_DECIMALS),
@@ -260,7 +274,8 @@ def _make_actor(
         round(size * (1.0 + draw.uniform(-spread, spread)), 3) for size in SIZES_WLH[category]
     )
     facing = math.atan2(speed_mps[1], speed_mps[0]) if facing_rad is None else facing_rad
-    colour = _SIGNAL_COLOURS.get(category, _PAINTS[int(draw.integers(len(_PAINTS)))])
+    paint = _PAINTS[int(draw.integers(len(_PAINTS)))]
+    colour = _SIGNAL_COLOURS.get(category, paint)
     return Actor(
         category=category,
         size_wlh=(width, length, height),
@@ -316,14 +331,21 @@ def _place_vehicles(
             along += SIZES_WLH[category][1] + draw.uniform(1.4, 11.0)
 
 
-def _place_people(draw: np.random.Generator, start: float, end: float) -> Iterator[Actor]:
+def _place_people(
+    draw: np.random.Generator,
+    start: float,
+    end: float,
+) -> Iterator[Actor]:
     def somewhere(near: float, far: float) -> tuple[float, float]:
-        return draw.uniform(start, end), draw.choice([-1.0, 1.0]) * draw.uniform(near, far)
+        along = draw.uniform(start, end)
+        side = draw.choice([-1.0, 1.0])
+        return along, side * draw.uniform(near, far)
 
     for _ in range(int((end - start) / 9.0)):
         category = "human.pedestrian.child" if draw.random() < 0.15 else "human.pedestrian.adult"
         place = somewhere(KERB_M + 1.7, KERB_M + 4.2)
-        speed = draw.choice([-1.0, 1.0]) * draw.uniform(0.9, 1.6)
+        direction = draw.choice([-1.0, 1.0])
+        speed = direction * draw.uniform(0.9, 1.6)
         if draw.random() < 0.3:
             facing = draw.uniform(-math.pi, math.pi)
             yield _make_actor(
@@ -357,7 +379,8 @@ def _place_people(draw: np.random.Generator, start: float, end: float) -> Iterat
         )
     for _ in range(int((end - start) / 30.0)):
         along, lateral = somewhere(_CYCLING_M, _CYCLING_M)
-        velocity = (math.copysign(draw.uniform(3.0, 5.0), -lateral), 0.0)
+        speed = draw.uniform(3.0, 5.0)
+        velocity = (math.copysign(speed, -lateral), 0.0)
         yield _make_actor(
             draw,
             category="vehicle.bicycle",
@@ -386,7 +409,12 @@ def _place_roadworks(draw: np.random.Generator, along: float) -> Iterator[Actor]
             lane - side * 2.1,
         )
     for step in range(3):
-        yield _make_actor(draw, "movable_object.barrier", along - 7.0 - 1.2 * step, lane)
+        yield _make_actor(
+            draw,
+            category="movable_object.barrier",
+            along=along - 7.0 - 1.2 * step,
+            lateral=lane,
+        )
     for step in range(2):
         category = "human.pedestrian.construction_worker"
         facing = draw.uniform(-3.0, 3.0)
@@ -432,7 +460,8 @@ def populate(
 
 def check_times(duration_s: float) -> list[float]:
     """Return the instants at which footprints are checked against each other."""
-    return [_CHECK_STEP_S * step for step in range(int(duration_s / _CHECK_STEP_S) + 2)]
+    num_steps = int(duration_s / _CHECK_STEP_S) + 2
+    return [_CHECK_STEP_S * step for step in range(num_steps)]
 
 
 def footprint_track(
@@ -444,7 +473,8 @@ def footprint_track(
     """Return the footprints (T, 4, 2) of an actor at the given times, grown by ``margin_m`` in
     length and width.
     """
-    x, y, yaw = np.array([actor.pose(road, t) for t in times_s]).T
+    poses = np.array([actor.pose(road, t) for t in times_s])
+    x, y, yaw = poses.T
     return corners(
         x,
         y=y,

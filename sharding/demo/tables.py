@@ -99,7 +99,8 @@ def splits(world: SynthOptions) -> dict[str, list[str]]:
     """
     names = [make_clip(world, index).name for index in range(world.clips)]
     val = names[_VAL_EVERY - 1 :: _VAL_EVERY] or names[1:][-1:]
-    return {"train": [name for name in names if name not in val], "val": val}
+    train = [name for name in names if name not in val]
+    return {"train": train, "val": val}
 
 
 def make_tables(
@@ -128,7 +129,8 @@ def make_tables(
         {
             "token": str(number),
             "level": level,
-            "description": f"visibility of whole object is between {level[1:].replace('-', ' and ')}%",
+            "description": "visibility of whole object is between "
+            f"{level[1:].replace('-', ' and ')}%",
         }
         for number, level in enumerate(_VISIBILITY_LEVELS, 1)
     ]
@@ -163,7 +165,13 @@ def make_tables(
             rows.append({"token": sample, "timestamp": time, "scene_token": scene})
         tables["sample"] += _chain_rows(rows)
         for sensor in (*clip.rig.cameras, clip.rig.lidar):
-            _add_sensor_data(world, clip=clip, sensor=sensor, tokens=tokens, tables=tables)
+            _add_sensor_data(
+                world,
+                clip=clip,
+                sensor=sensor,
+                tokens=tokens,
+                tables=tables,
+            )
         clip_sightings = [sightings[clip.index, frame] for frame in range(world.frames)]
         _annotate_actors(
             clip,

@@ -216,16 +216,19 @@ def _compute_ego_pose(
     slow sway in the lane.
     """
     pulse, rate, drift = sway
-    along = speed_mps * t_s + pulse * (1.0 - math.cos(rate * t_s)) / rate
+    pulse_m = pulse * (1.0 - math.cos(rate * t_s)) / rate
+    along = speed_mps * t_s + pulse_m
     left = -LANE_WIDTH_M / 2.0 + drift * math.sin(0.11 * along)
     x, y = road.point(along, left)
-    slope = drift * 0.11 * math.cos(0.11 * along) / (1.0 - road.curvature_per_m * left)
+    swing = drift * 0.11 * math.cos(0.11 * along)
+    slope = swing / (1.0 - road.curvature_per_m * left)
     return x, y, road.heading(along) + math.atan(slope)
 
 
 def token(seed: int, *path: object) -> str:
     """Return 32 hex digits for a record, from the seed and what the record is."""
-    text = "/".join(map(str, ("fuelrail-synth", seed, *path)))
+    parts = ("fuelrail-synth", seed, *path)
+    text = "/".join(map(str, parts))
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
@@ -241,7 +244,8 @@ def make_clip(world: SynthOptions, index: int) -> SynthClip:
     duration_s = KEYFRAME_US * 1e-6 * (world.frames - 1)
     speed_mps = draw.uniform(6.0, 9.5)
     route_m = speed_mps * duration_s
-    bend = min(1.0 / draw.uniform(110.0, 220.0), 1.8 / (route_m + 150.0))
+    radius_m = draw.uniform(110.0, 220.0)
+    bend = min(1.0 / radius_m, 1.8 / (route_m + 150.0))
     bend = bend * draw.choice([-1.0, 1.0])
     road = Road(
         x=float(draw.uniform(400.0, 2400.0)),
@@ -254,7 +258,8 @@ def make_clip(world: SynthOptions, index: int) -> SynthClip:
         float(draw.uniform(0.7, 1.1)),
         float(draw.uniform(0.1, 0.25)),
     )
-    track = [_compute_ego_pose(road, speed_mps, sway, t) for t in check_times(duration_s)]
+    times_s = check_times(duration_s)
+    track = [_compute_ego_pose(road, speed_mps, sway, t) for t in times_s]
     x, y, yaw = np.array(track).T
     return SynthClip(
         index=index,
@@ -303,13 +308,27 @@ def captures(world: SynthOptions, clip: SynthClip) -> list[Capture]:
     """
     draw = stream(world.seed, "clock", clip.index)
     jitter = draw.integers(-1000, 1001, world.frames)
+    jitter[0] = 0
     keys = [
-        clip.start_us + KEYFRAME_US * frame + (int(jitter[frame]) if frame else 0)
-        for frame in range(world.frames)
+        clip.start_us + KEYFRAME_US * frame + int(jitter[frame]) for frame in range(world.frames)
     ]
-    captures_made = [Capture(clip.index, 0, keys[0], is_key_frame=True)]
+    captures_made = [
+        Capture(
+            clip=clip.index,
+            frame=0,
+            timestamp_us=keys[0],
+            is_key_frame=True,
+        )
+    ]
     for frame, (before, key) in enumerate(pairwise(keys), 1):
         for step in range(1, world.lidar_sweeps + 2):
             time = before + (key - before) * step // (world.lidar_sweeps + 1)
-            captures_made.append(Capture(clip.index, frame, time, is_key_frame=time == key))
+            captures_made.append(
+                Capture(
+                    clip=clip.index,
+                    frame=frame,
+                    timestamp_us=time,
+                    is_key_frame=time == key,
+                )
+            )
     return captures_made

@@ -5,7 +5,8 @@ A run writes ``OUT/{name}`` for what belongs to the dataset and ``OUT/.fuelrail/
 goes when the dataset is finished. How a file appears whole differs::
 
     folder   written under .fuelrail/tmp/, synced, renamed; the folder synced
-    URL      a multipart upload, completed when all parts are uploaded, aborted where something fails
+    URL      a multipart upload, completed when all parts are uploaded, aborted where something
+             fails
 
 So OUT holds complete files only, at any moment. A partial run is known by ``.fuelrail/run.json``,
 finished shards by their records in ``.fuelrail/records/``; ``dataset.json`` is written last.

@@ -81,9 +81,8 @@ def check_same_recipe(place: str, stored: Recipe, current: Recipe) -> None:
             f"{stored.source}, not {current.source}; choose another folder"
         )
     if not (current.scan_sha256 and stored.scan_sha256):
-        stored, current = (
-            msgspec.structs.replace(side, scan_sha256="") for side in (stored, current)
-        )
+        stored = msgspec.structs.replace(stored, scan_sha256="")
+        current = msgspec.structs.replace(current, scan_sha256="")
     if stored != current:
         sides = recipe_differences(stored, current)
         raise DatasetExistsError(
@@ -109,13 +108,15 @@ def run_state(
             digest.update(f"{clips[number].clip_id}\n".encode())
     row = 0
     for keys in table.key_batches():
-        chosen = keys.filter(pa.array(selection[row : row + len(keys)]))
+        is_chosen = selection[row : row + len(keys)]
+        chosen = keys.filter(pa.array(is_chosen))
         # Arrow keeps texts one after the other: the buffer of those with their line ends is what is
         # to be digested.
         lines = pc.binary_join_element_wise(chosen, "", "\n")
         _, ends, utf8 = lines.buffers()
         if utf8 is not None:
-            digest.update(memoryview(utf8)[: np.frombuffer(ends, np.int32)[len(lines)]])
+            num_bytes = np.frombuffer(ends, np.int32)[len(lines)]
+            digest.update(memoryview(utf8)[:num_bytes])
         row += len(keys)
     return RunState(
         recipe=msgspec.structs.replace(recipe, scan_sha256=""),
@@ -178,10 +179,12 @@ def _samples(state: RunState) -> str:
 
 def shard_stamps(plan: Plan, stamps: U64) -> tuple[int, ...]:
     """Return one number for each shard: a digest of the stamps of its rows in the scan table."""
-    runs = (
-        slice(shard.first_sample, shard.first_sample + shard.num_samples) for shard in plan.shards
-    )
-    return tuple(xxhash.xxh3_64_intdigest(stamps[plan.rows[run]].data.cast("B")) for run in runs)
+    digests = []
+    for shard in plan.shards:
+        end = shard.first_sample + shard.num_samples
+        rows = plan.rows[shard.first_sample : end]
+        digests.append(xxhash.xxh3_64_intdigest(stamps[rows].data.cast("B")))
+    return tuple(digests)
 
 
 def shards_of(finished: Iterable[ShardEntry]) -> list[PlannedShard]:

@@ -62,9 +62,10 @@ class UrlOutput:
                 paths = self.fs.ls(root, detail=False)
             except FileNotFoundError:
                 return []
-        names = {
-            str(path).rstrip("/").removeprefix(root).strip("/").partition("/")[0] for path in paths
-        }
+        names = set()
+        for path in paths:
+            below = str(path).rstrip("/").removeprefix(root).strip("/")
+            names.add(below.partition("/")[0])
         return sorted(names - {""})
 
     def read(self, name: str, num_bytes: int | None = None) -> bytes | None:
@@ -81,7 +82,12 @@ class UrlOutput:
         """Yield a multipart upload and complete it at the end; put what fits into one part at
         once.
         """
-        file = self.fs.open(self.path(name), "wb", autocommit=self._is_s3, block_size=PART_BYTES)
+        file = self.fs.open(
+            self.path(name),
+            "wb",
+            autocommit=self._is_s3,
+            block_size=PART_BYTES,
+        )
         try:
             yield file
             file.close()

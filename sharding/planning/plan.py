@@ -123,7 +123,11 @@ def assign_splits(
     return clips_by_split
 
 
-def _assign_by_share(clips: Mapping[int, str], shares: Splits, seed: int) -> dict[str, list[int]]:
+def _assign_by_share(
+    clips: Mapping[int, str],
+    shares: Splits,
+    seed: int,
+) -> dict[str, list[int]]:
     """Clip number to clip id, by share.
 
     Largest remainders on clips in the order of a keyed hash of their ids; every split gets one clip
@@ -136,18 +140,22 @@ def _assign_by_share(clips: Mapping[int, str], shares: Splits, seed: int) -> dic
         )
     fractions = [share for share in shares.values() if isinstance(share, float)]
     exact = np.array(fractions) * len(clips)
-    counts = np.maximum(np.floor(exact + 1e-9).astype(np.int64), 1)
+    lowest = np.floor(exact + 1e-9).astype(np.int64)
+    counts = np.maximum(lowest, 1)
     while (difference := len(clips) - int(counts.sum())) != 0:
         gap = exact - counts
-        counts[
-            int(np.argmax(gap))
-            if difference > 0
-            else int(np.argmin(np.where(counts > 1, gap, np.inf)))
-        ] += np.sign(difference)
-    ranked = sorted(
-        clips,
-        key=lambda number: hashlib.sha256(f"split {seed} {clips[number]}".encode()).digest(),
-    )
+        if difference > 0:
+            counts[int(np.argmax(gap))] += 1
+        else:
+            # No split is left without a clip.
+            gap_of_larger = np.where(counts > 1, gap, np.inf)
+            counts[int(np.argmin(gap_of_larger))] -= 1
+
+    def rank(number: int) -> bytes:
+        text = f"split {seed} {clips[number]}"
+        return hashlib.sha256(text.encode()).digest()
+
+    ranked = sorted(clips, key=rank)
     ends = np.cumsum(counts).tolist()
     return {
         split: sorted(ranked[end - count : end])
@@ -167,13 +175,11 @@ def select_rows(table: ScanTable, clips: Sequence[ClipInfo], recipe: Recipe) -> 
     parts: list[I64] = []
     first = 0
     for part in table.attribute_parts():
-        named_part = part.append_column("clip_id", ids.take(part[CLIP_NUMBER])).drop_columns(
-            [CLIP_NUMBER]
-        )
-        parts.append(
-            Filter(recipe.select, named_part.column_names).select(named_part, len(named_part))
-            + first
-        )
+        ids_of_rows = ids.take(part[CLIP_NUMBER])
+        named_part = part.append_column("clip_id", ids_of_rows)
+        named_part = named_part.drop_columns([CLIP_NUMBER])
+        row_filter = Filter(recipe.select, named_part.column_names)
+        parts.append(first + row_filter.select(named_part, len(named_part)))
         first += len(part)
     rows = np.concatenate(parts)
     if not len(rows):
@@ -202,7 +208,8 @@ def make_plan(
     shards: list[PlannedShard] = []
     position = 0
     for split, clips in clips_by_split.items():
-        split_rows = np.flatnonzero(np.isin(clip, np.asarray(clips)))
+        is_of_split = np.isin(clip, np.asarray(clips))
+        split_rows = np.flatnonzero(is_of_split)
         split_clips = clip[split_rows]
         split_frames = frame[split_rows]
         if frames == 1:
@@ -212,10 +219,12 @@ def make_plan(
             begins[0] = True
             begins[1:] = split_clips[1:] != split_clips[:-1]
             if frames:
-                begins[1:] |= split_frames[1:] // frames != split_frames[:-1] // frames
+                group = split_frames // frames
+                begins[1:] |= group[1:] != group[:-1]
             starts = np.flatnonzero(begins)
         key = derive_key(f"shard order {split}", recipe.seed)
-        units = KeyedPermutation(len(starts), key)(np.arange(len(starts)))
+        permutation = KeyedPermutation(len(starts), key)
+        units = permutation(np.arange(len(starts)))
         lengths = np.diff(starts, append=len(split_rows))[units]
         sizes = np.add.reduceat(size_bytes[split_rows], starts)[units]
         # The rows of each unit: start, start + 1, ...
@@ -228,7 +237,8 @@ def make_plan(
         total = int(sizes.sum())
         num_shards = -(-total // recipe.shard_size_bytes)
         shard = before // -(-total // num_shards)
-        counts = np.bincount(shard, weights=lengths, minlength=1).astype(np.int64)
+        num_samples = np.bincount(shard, weights=lengths, minlength=1)
+        counts = num_samples.astype(np.int64)
         for number, count in enumerate(counts[counts > 0].tolist()):
             shards.append(PlannedShard(split, number, position, count))
             position += count

@@ -138,7 +138,8 @@ def parse_images(text: str) -> ImageRecipe:
         ):
             raise ConfigError(f"{part.strip()!r} is not understood; write {FORM}")
         if size:
-            values[name] = (int(size.group(1)), int(size.group(2)))
+            width, height = size.groups()
+            values[name] = (int(width), int(height))
         else:
             values[name] = float(value) if name == "resize" else int(float(value))
     recipe = convert(values, ImageRecipe, "images")
@@ -216,7 +217,8 @@ def _check_splits(splits: Splits | None) -> None:
         raise ConfigError("splits are empty; name at least one")
     check_split_names(splits)
     shares = [share for share in splits.values() if isinstance(share, float)]
-    if shares and not (min(shares) > 0 and abs(sum(shares) - 1) <= 1e-6):  # NaN is refused too
+    is_whole = abs(sum(shares) - 1) <= 1e-6  # false for NaN too
+    if shares and not (min(shares) > 0 and is_whole):
         raise ConfigError(
             f"the shares of splits {', '.join(splits)} must be over 0 and add up to 1, got "
             f"{sum(shares)}"
@@ -358,7 +360,8 @@ def channel_codec(channel: Channel) -> str:
     Arrays that fit into one block of a tar stay raw: they take a block either way.
     """
     if channel.dtype and None not in channel.shape:
-        num_bytes = channel.numpy_dtype.itemsize * math.prod(side or 1 for side in channel.shape)
+        num_values = math.prod(side or 1 for side in channel.shape)
+        num_bytes = channel.numpy_dtype.itemsize * num_values
         if _NPY_HEADER_BYTES + num_bytes <= BLOCK_BYTES:
             return RAW
     row_bytes = KINDS[channel.kind].row_bytes(channel)

@@ -183,7 +183,7 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
     """
 
     kind = "argoverse2"
-    settings = Argoverse2Settings
+    settings_type = Argoverse2Settings
     time_base = "vehicle_clock"
     ego_origin = "rear_axle"
     columns = {"location": str}  # noqa: RUF012 - a constant
@@ -196,16 +196,18 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
 
     @property
     def _cameras(self) -> tuple[str, ...]:
-        if self.given.stereo:
+        if self.settings.stereo:
             return (*RING, *STEREO)
         return RING
 
     @cached_property
     def maps(self) -> MapWindows | None:  # type: ignore[override]  # by the options
         """The vector maps of logs, with the option."""
-        if self.given.map:
-            return MapWindows(MAP_LAYERS, self._read_map)
-        return None
+
+        def read_map(name: str) -> VectorMap:
+            return parse_map(read_file(self.files, name), f"map '{self.files.shown}/{name}'")
+
+        return MapWindows(MAP_LAYERS, read_map) if self.settings.map else None
 
     def category_names(self) -> tuple[str, ...]:
         """Return the 30 names of the dataset."""
@@ -237,18 +239,32 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
                 if (match := _CITY.search(name))
             ]
             city = {"location": cities[0]} if cities else {}
-            files = tuple(f"{folder}/{name}" for name in (*_TABLES, *self._list_maps(folder)))
-            yield Clip(name=log, split=split, tags=city, attributes=city, files=files)
+            names_of_log = (*_TABLES, *self._list_maps(folder))
+            files = tuple(f"{folder}/{name}" for name in names_of_log)
+            yield Clip(
+                name=log,
+                split=split,
+                tags=city,
+                attributes=city,
+                files=files,
+            )
 
     def poses(self, clip: Clip) -> Trajectory:
         """Return the poses of ``city_SE3_egovehicle``, which has a row for each time of a
         sensor.
         """
         name = f"{_join_folder(clip)}/city_SE3_egovehicle.feather"
-        rows = read_feather(self.files, name, {"timestamp_ns": pa.int64(), **_POSE})
+        types = {"timestamp_ns": pa.int64(), **_POSE}
+        rows = read_feather(self.files, name, types)
         where = f"table '{self.files.shown}/{name}'"
-        poses = pose(stacked(rows, QUATERNION), stacked(rows, TRANSLATION), where)
-        return Trajectory(rows["timestamp_ns"], poses, where, max_gap_s=MAX_GAP_S)
+        rotations = stacked(rows, QUATERNION)
+        poses = pose(rotations, stacked(rows, TRANSLATION), where)
+        return Trajectory(
+            timestamp_ns=rows["timestamp_ns"],
+            ego2global=poses,
+            where=where,
+            max_gap_s=MAX_GAP_S,
+        )
 
     def frames(self, clip: Clip) -> Iterator[Frame]:
         """Yield a frame for each sweep, and for each time that has boxes."""
@@ -257,7 +273,7 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
         name = f"{folder}/annotations.feather"
         boxes = None
         labelled = np.empty(0, np.int64)
-        if self.given.boxes and "annotations.feather" in self.files.listed(folder):
+        if self.settings.boxes and "annotations.feather" in self.files.listed(folder):
             labels = read_feather(self.files, name, _BOXES)
             where = f"table '{self.files.shown}/{name}'"
             unique_pairs(labels, ("timestamp_ns", "track_uuid"), where, "time and track")
@@ -271,7 +287,7 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
             )
             labelled = labels["timestamp_ns"]
             boxes = boxes_by_key(rows, labelled)
-        elif self.given.boxes and clip.split in ("train", "val"):
+        elif self.settings.boxes and clip.split in ("train", "val"):
             raise SourceError(
                 f"table '{self.files.shown}/{name}' is not there; boxes=false leaves boxes out"
             )
@@ -304,11 +320,8 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
 
     def _list_maps(self, folder: str) -> list[str]:
         """Return the log's vector map, if it is wanted and exists."""
-        names = names_in(self.files, folder, "map") if self.given.map else []
+        names = names_in(self.files, folder, "map") if self.settings.map else []
         return [f"map/{name}" for name in names if name.startswith("log_map_archive_")][:1]
-
-    def _read_map(self, name: str) -> VectorMap:
-        return parse_map(read_file(self.files, name), f"map '{self.files.shown}/{name}'")
 
     def points(self, ref: str) -> F32:
         """Read (P, 6): x, y, z [m] in ego at the sweep's time, intensity 0 to 255, laser 0 to 63,
@@ -318,7 +331,8 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
         """
         columns = read_feather(self.files, ref, _POINTS)
         columns["offset_ns"] = columns["offset_ns"] * 1e-9
-        return np.stack([columns[name] for name in _POINTS], 1).astype(np.float32)
+        points = np.stack([columns[name] for name in _POINTS], 1)
+        return points.astype(np.float32)
 
     def _list_stamps(self, folder: str, *parts: str, suffix: str) -> I64:
         """Return the times in the names of a sensor's files, ascending; none without its folder."""
@@ -344,7 +358,8 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
             for name in ("intrinsics", "egovehicle_SE3_sensor")
         ]
         lenses = read_feather(self.files, names[0], _INTRINSICS)
-        mounts = read_feather(self.files, names[1], {"sensor_name": pa.string(), **_POSE})
+        mount_types = {"sensor_name": pa.string(), **_POSE}
+        mounts = read_feather(self.files, names[1], mount_types)
         for table, name in zip((lenses, mounts), names, strict=True):
             check_unique(
                 table["sensor_name"].tolist(),
@@ -352,7 +367,8 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
                 "the sensor",
             )
         where = f"table '{self.files.shown}/{names[1]}'"
-        sensor2ego = pose(stacked(mounts, QUATERNION), stacked(mounts, TRANSLATION), where)
+        rotations = stacked(mounts, QUATERNION)
+        sensor2ego = pose(rotations, stacked(mounts, TRANSLATION), where)
         by_name = dict(zip(mounts["sensor_name"].tolist(), sensor2ego, strict=True))
         calibration = {}
         for row, name in enumerate(lenses["sensor_name"].tolist()):
@@ -387,7 +403,7 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
                     f"log '{self.files.shown}/{folder}' has images of {name}, but no row "
                     "for it in both tables of its calibration"
                 )
-            chosen = matched(stamps, times, self.given.match).tolist()
+            chosen = matched(stamps, times, self.settings.match).tolist()
             ordered = stamps.tolist()
             for frame_number, number in enumerate(chosen):
                 if number >= 0:
@@ -415,7 +431,8 @@ def matched(stamps: I64, times: I64, match: str) -> NDArray[np.intp]:
     """
     if match == "nearest":
         rows = nearest(stamps, times)
-        return np.where(np.abs(stamps[rows] - times) <= NEAREST_NS, rows, -1)
+        distance = np.abs(stamps[rows] - times)
+        return np.where(distance <= NEAREST_NS, rows, -1)
     after = np.searchsorted(stamps, times)
     next_starts = np.append(times[1:], np.iinfo(np.int64).max)
     ends = np.minimum(next_starts, times + SWEEP_NS)

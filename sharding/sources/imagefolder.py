@@ -68,7 +68,8 @@ class ImageFolder(FrameSource[FrameSettings]):
         """Return the classes of all splits, in the order of names; an empty one has its number
         too.
         """
-        return sorted({name for names in self._list_folders().values() for name in names})
+        folders = self._list_folders().values()
+        return sorted({name for names in folders for name in names})
 
     def sensors(self) -> Sensors:
         """Return the one camera."""
@@ -78,7 +79,7 @@ class ImageFolder(FrameSource[FrameSettings]):
         """Yield a clip for each image: nothing says that one follows another."""
         names = self.category_names()
         self._numbers = {name: number for number, name in enumerate(names)}
-        if self.given.classes != SOURCE:
+        if self.settings.classes != SOURCE:
             labels = self._classes().labels(names)
             self._numbers = dict(zip(names, labels.tolist(), strict=True))
         num_images = 0
@@ -130,7 +131,12 @@ class ImageFolder(FrameSource[FrameSettings]):
                 f"'{self.files.shown}/{shortened(clip.name)}': the name cannot be printed: "
                 "rename it"
             )
-        image = Image(ref=clip.name, timestamp_ns=0, intrinsics=None, cam2ego=None)
+        image = Image(
+            ref=clip.name,
+            timestamp_ns=0,
+            intrinsics=None,
+            cam2ego=None,
+        )
         yield Frame(
             timestamp_ns=0,
             images={_CAMERA: image},

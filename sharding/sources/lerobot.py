@@ -152,7 +152,12 @@ class _Metadata:
         where = f"file '{self.files.shown}/{_INFO}'"
         if self.files.facts(_INFO) is None:
             raise SourceError(f"{where} is not there: is this the folder of a LeRobot dataset?")
-        info = read_json(self.files.read(_INFO), where, _Info, noted=self.noted)
+        info = read_json(
+            self.files.read(_INFO),
+            where,
+            _Info,
+            noted=self.noted,
+        )
         if info.codebase_version.removeprefix("v") not in ("2.0", "2.1", "3.0"):
             raise SourceError(
                 f"{where} has the codebase_version '{shortened(info.codebase_version)}'; "
@@ -245,7 +250,8 @@ class _Metadata:
 
     def _read_lines(self, name: str, kind: Any) -> Iterator[Any]:
         where = f"file '{self.files.shown}/{name}'"
-        for number, line in enumerate(self.files.read(name).split(b"\n"), 1):
+        lines = self.files.read(name).split(b"\n")
+        for number, line in enumerate(lines, 1):
             if line.strip():
                 yield read_json(line, f"{where}, line {number}", kind, noted=self.noted)
 
@@ -350,7 +356,7 @@ class LeRobot(VideoSource[VideoSettings]):
                 channels_found.append(value_channel(name))
             elif feature_info.scalar is None:
                 # At a lower rate of frames, states and actions keep their own.
-                make = series_channel if self.given.rate else value_channel
+                make = series_channel if self.settings.rate else value_channel
                 names = feature_info.names
                 if isinstance(names, dict):
                     names = next(iter(names.values()), None)
@@ -407,7 +413,8 @@ class LeRobot(VideoSource[VideoSettings]):
             ranges[split] = range(int(match[1]), int(match[2]))
         self._of.clear()
         num_frames = 0
-        for episode in sorted(self._meta.episodes(), key=lambda episode: episode.number):
+        episodes = sorted(self._meta.episodes(), key=lambda episode: episode.number)
+        for episode in episodes:
             name = f"episode-{episode.number:06d}"
             if name in self._of:
                 raise SourceError(f"'{self.files.shown}' has episode {episode.number} twice")
@@ -513,7 +520,12 @@ class LeRobot(VideoSource[VideoSettings]):
             file, first_s = episode.videos[feature]
             ref = f"{file}{FRAME}{round((first_s + time_s) * self._meta.info.fps)}"
             return self.video_frame(
-                Image(ref=ref, timestamp_ns=time_ns, intrinsics=None, cam2ego=None)
+                Image(
+                    ref=ref,
+                    timestamp_ns=time_ns,
+                    intrinsics=None,
+                    cam2ego=None,
+                )
             )
         head = self._heads[feature]
         if isinstance(head, ConvertiblePng):
@@ -568,7 +580,8 @@ class LeRobot(VideoSource[VideoSettings]):
     def make_images(self, refs: Sequence[str]) -> Iterator[tuple[str, bytes]]:
         """Decode frames of video, and read images of the Parquet files, each once."""
         stored = [ref for ref in refs if _ROW.match(ref)]
-        yield from super().make_images([ref for ref in refs if not _ROW.match(ref)])
+        frames = [ref for ref in refs if not _ROW.match(ref)]
+        yield from super().make_images(frames)
         for ref, data in self._iter_stored_images(stored):
             yield ref, bytes(plain_or_damaged(data))
 
@@ -579,7 +592,8 @@ class LeRobot(VideoSource[VideoSettings]):
             match = _ROW.match(ref)
             if match:
                 place = (match[1], match[3])
-                rows_by_column.setdefault(place, []).append(int(match[2]))
+                row = int(match[2])
+                rows_by_column.setdefault(place, []).append(row)
         for (name, feature), rows in rows_by_column.items():
             where = f"table '{self.files.shown}/{name}'"
             begin = 0
@@ -657,5 +671,5 @@ def _read_array(
             array = array.flatten()
         if array.null_count:
             raise ValueError(f"{array.null_count} values are null")
-        values: NDArray[Any] = array.to_numpy(zero_copy_only=False).reshape(len(table), *shape)
-        return values
+        values: NDArray[Any] = array.to_numpy(zero_copy_only=False)
+        return values.reshape(len(table), *shape)

@@ -221,7 +221,7 @@ def options_of_texts(kind: str, pairs: Iterable[str]) -> dict[str, Any]:
     A list or a mapping is written as YAML has it in one line: ``[a, b]``, ``{a: b}``. Raises
     ConfigError.
     """
-    settings = _load(_find_entry(kind)).settings
+    settings = _load(_find_entry(kind)).settings_type
     types = {field.name: field.type for field in msgspec.structs.fields(settings)}
     values: dict[str, Any] = {}
     for pair in pairs:
@@ -241,11 +241,13 @@ def options_of_texts(kind: str, pairs: Iterable[str]) -> dict[str, Any]:
             value: Any = text
             if text[:1] in ("[", "{"):
                 _, value = parse_yaml(text, takes_merges=False)
-            values[name] = msgspec.to_builtins(msgspec.convert(value, types[name], strict=False))
+            plain = msgspec.convert(value, types[name], strict=False)
+            values[name] = msgspec.to_builtins(plain)
         except msgspec.ValidationError as error:
             fault = fault_in_words(error)
             if fault.endswith("is not allowed"):
-                names = dict.fromkeys(_type_name(msgspec.inspect.type_info(types[name]), {}))
+                type_info = msgspec.inspect.type_info(types[name])
+                names = dict.fromkeys(_type_name(type_info, {}))
                 fault += f"; allowed are {', '.join(names)}"
             raise ConfigError(f"-o {pair}: {fault}") from error
         except ValueError as error:
@@ -283,7 +285,7 @@ def sources(kind: str | None = None) -> list[SourceKind]:
 
 def describe_kind(source: Any, kind: str, package: str) -> SourceKind:
     """Return what a source's class says of itself: its docstring, its facts and its settings."""
-    info = msgspec.inspect.type_info(source.settings)
+    info = msgspec.inspect.type_info(source.settings_type)
     assert isinstance(info, msgspec.inspect.StructType), "settings are a struct"
     options = []
     for field in info.fields:
@@ -319,7 +321,8 @@ def _type_name(kind: msgspec.inspect.Type, meta: dict[str, Any]) -> list[str]:
     says.
     """
     if isinstance(kind, msgspec.inspect.Metadata):
-        meta.update({**(kind.extra_json_schema or {}), **(kind.extra or {})})
+        meta.update(kind.extra_json_schema or {})
+        meta.update(kind.extra or {})
         return _type_name(kind.type, meta)
     if isinstance(kind, msgspec.inspect.UnionType):
         return [name for part in kind.types for name in _type_name(part, meta)]
@@ -334,7 +337,8 @@ def _type_name(kind: msgspec.inspect.Type, meta: dict[str, Any]) -> list[str]:
         "FloatType": "number",
     }
     name = type(kind).__name__
-    return [plain.get(name, "list" if name in ("ListType", "VarTupleType") else "mapping")]
+    is_list = name in ("ListType", "VarTupleType")
+    return [plain.get(name, "list" if is_list else "mapping")]
 
 
 def _list_kinds() -> dict[str, EntryPoint]:
@@ -408,7 +412,8 @@ def _find_better_place(spec: SourceSpec) -> str:
     if patterns is None or not place.is_dir() or _has_any(place, patterns):
         return ""
     inside = (entry.name for entry in os.scandir(place) if entry.is_dir())
-    folders = [place / name for name in sorted(itertools.islice(inside, _MOST_FOLDERS))]
+    names = sorted(itertools.islice(inside, _MOST_FOLDERS))
+    folders = [place / name for name in names]
     for folder in [*folders, place.absolute().parent]:
         if _has_any(folder, patterns):
             return f"'{folder}' looks like one: is it {spec.kind}:{folder}?"

@@ -90,7 +90,7 @@ class Source(MemberSource, Protocol):
     """
 
     kind: str
-    settings: type[Settings]
+    settings_type: type[Settings]
     """The options; each with a description."""
     requires: Mapping[str, str]
     """Modules that it imports beyond Fuelrail's own dependencies, each with what brings it to

@@ -122,7 +122,8 @@ class WebDatasetSettings(FrameSettings, frozen=True, kw_only=True):
         int,
         Meta(
             ge=0,
-            description="how many samples decide names, types and shapes of what is not an image; 0: all",
+            description="how many samples decide names, types and shapes of what is not an image; "
+            "0: all",
         ),
     ] = 1000
     ignore_zeros: Annotated[bool, Meta(description=OF_IGNORE_ZEROS)] = False
@@ -202,7 +203,7 @@ class _Forms(NamedTuple):
 class _Reader(NamedTuple):
     """Reads what a sample has beside images."""
 
-    given: WebDatasetSettings
+    settings: WebDatasetSettings
     files: SourceFiles
 
     def json(self, sample: _Sample, noted: Counter[str]) -> JsonFacts:
@@ -212,28 +213,36 @@ class _Reader(NamedTuple):
         read as null.
         """
         where = f"tar '{self.files.shown}/{sample.tar}', key '{sample.key}'"
-        if self.given.meta not in sample.members and self._used:
+        if self.settings.meta not in sample.members and self._used:
             raise SourceError(
-                f"{where}: there is no .{self.given.meta}, but {', '.join(sample.members)}"
+                f"{where}: there is no .{self.settings.meta}, but {', '.join(sample.members)}"
             )
-        member = sample.members.get(self.given.meta)
+        member = sample.members.get(self.settings.meta)
         if member is not None and not member.length:
             if self._used:
                 raise SourceError(
-                    f"{where}: .{self.given.meta} is empty (0 bytes), and the options name "
+                    f"{where}: .{self.settings.meta} is empty (0 bytes), and the options name "
                     f"{', '.join(sorted(self._used))} in it"
                 )
-            noted[f"members .{self.given.meta} left out, empty (0 bytes)"] += 1
+            noted[f"members .{self.settings.meta} left out, empty (0 bytes)"] += 1
         if member is None or not member.length:
             return JsonFacts(None, where)
         data = self._read_data(sample, member)
-        place = f"{where}: .{self.given.meta}"
-        return JsonFacts(read_json(data, place, problem="is not JSON", noted=noted), where)
+        place = f"{where}: .{self.settings.meta}"
+        return JsonFacts(
+            read_json(
+                data,
+                place,
+                problem="is not JSON",
+                noted=noted,
+            ),
+            where,
+        )
 
     @property
     def _used(self) -> frozenset[str]:
         """Names at the top of the JSON that the options name."""
-        settings = self.given
+        settings = self.settings
         paths = (
             settings.timestamp_ns,
             settings.intrinsics,
@@ -251,11 +260,11 @@ class _Reader(NamedTuple):
         """Return the values that a sample has beside the images of its cameras."""
         values: dict[str, Any] = {}
         left_out: list[str] = []
-        cameras = (self.given.images or _find_cameras(sample.members)).values()
+        cameras = (self.settings.images or _find_cameras(sample.members)).values()
         for extension, member in sample.members.items():
             decode = _DECODED.get(extension.rpartition(".")[2])
             name = extension.replace(".", "_")
-            if extension in cameras or extension == self.given.meta:
+            if extension in cameras or extension == self.settings.meta:
                 continue
             limit = MAX_MEMBER_BYTES if decode is None else _MOST_VALUE_BYTES
             if member.length > limit:
@@ -284,7 +293,7 @@ class _Reader(NamedTuple):
                 for key, part in value.items():
                     pending.append((f"{path}_{key}".lower() if path else key.lower(), part))
             elif value is not None:
-                name = path or self.given.meta
+                name = path or self.settings.meta
                 target = values if isinstance(value, list) else attributes
                 if name in target:
                     left_out.append(f"{name} of the JSON left out, another value has this name")
@@ -324,14 +333,14 @@ class WebDataset(FrameSource[WebDatasetSettings]):
     """
 
     kind = "webdataset"
-    settings = WebDatasetSettings
+    settings_type = WebDatasetSettings
 
     def __init__(self, location: str, options: dict[str, Any]) -> None:
         super().__init__(location, options)
-        self.time_base = "unix" if self.given.timestamp_ns else "order"
-        self.has_poses = bool(self.given.ego2global)
+        self.time_base = "unix" if self.settings.timestamp_ns else "order"
+        self.has_poses = bool(self.settings.ego2global)
         self._current: list[_Sample] = []
-        self._reader = _Reader(self.given, self.files)
+        self._reader = _Reader(self.settings, self.files)
 
     @cached_property
     def _forms(self) -> _Forms:
@@ -339,9 +348,11 @@ class WebDataset(FrameSource[WebDatasetSettings]):
         values = ValueForms()
         attributes = ValueForms()
         has_json = False
-        for sample in islice(self.iter_samples(), self.given.first_samples or None):
-            has_json |= self.given.meta in sample.members
-            sample_values = self._reader.values(sample, self._reader.json(sample, Counter()).values)
+        first_samples = islice(self.iter_samples(), self.settings.first_samples or None)
+        for sample in first_samples:
+            has_json |= self.settings.meta in sample.members
+            json = self._reader.json(sample, Counter())
+            sample_values = self._reader.values(sample, json.values)
             for forms, stated in (
                 (values, sample_values.values),
                 (attributes, sample_values.attributes),
@@ -396,8 +407,8 @@ class WebDataset(FrameSource[WebDatasetSettings]):
 
     def sensors(self) -> Sensors:
         """Return the cameras of the option ``images``, or of the first sample that has images."""
-        if self.given.images:
-            return Sensors.from_names(self.given.images)
+        if self.settings.images:
+            return Sensors.from_names(self.settings.images)
         extensions: set[str] = set()
         for sample in self.iter_samples():
             cameras = _find_cameras(sample.members)
@@ -423,11 +434,11 @@ class WebDataset(FrameSource[WebDatasetSettings]):
                 members = tar_members(
                     self.files,
                     tar,
-                    ignore_zeros=self.given.ignore_zeros,
+                    ignore_zeros=self.settings.ignore_zeros,
                     noted=noted,
                 )
             where = f"tar '{self.files.shown}/{tar}'"
-            group = _gather_samples if self.given.gather else _group_adjacent
+            group = _gather_samples if self.settings.gather else _group_adjacent
             yield from group(tar, _iter_keyed(members, noted), where, read)
 
     def _unpack_tar(
@@ -437,19 +448,20 @@ class WebDataset(FrameSource[WebDatasetSettings]):
         noted: Counter[str],
     ) -> Iterator[Member]:
         """Yield the members of a compressed tar; keep the needed part of each in ``read``."""
-        json = f".{self.given.meta}"
+        json = f".{self.settings.meta}"
         whole_endings = (json, *(f".{last}" for last in _DECODED))
         for member, data in compressed_members(
             self.files,
             tar,
             HEAD_BYTES[-1],
             whole_endings,
-            ignore_zeros=self.given.ignore_zeros,
+            ignore_zeros=self.settings.ignore_zeros,
             noted=noted,
         ):
             data = data or b""
             if member.name.lower().endswith(whole_endings):
-                is_kept = member.length <= _MOST_VALUE_BYTES or member.name.lower().endswith(json)
+                ending = member.name.lower()
+                is_kept = member.length <= _MOST_VALUE_BYTES or ending.endswith(json)
                 read[member.name] = _Read(data=data if is_kept else b"")
             else:
                 try:
@@ -468,15 +480,14 @@ class WebDataset(FrameSource[WebDatasetSettings]):
         name = ""
         pending: list[_Sample] = []
         for sample in self.iter_samples(self.noted):
-            if not self.given.clip:
-                clip_name = (
-                    sample.tar.partition(".tar")[0].removesuffix(".tgz").removesuffix(".tzst")
-                )
+            if not self.settings.clip:
+                stem = sample.tar.partition(".tar")[0]
+                clip_name = stem.removesuffix(".tgz").removesuffix(".tzst")
             else:
-                match = re.search(self.given.clip, sample.key)
+                match = re.search(self.settings.clip, sample.key)
                 if match is None or not match[1]:
                     raise SourceError(
-                        f"tar '{self.files.shown}/{sample.tar}': clip={self.given.clip} finds "
+                        f"tar '{self.files.shown}/{sample.tar}': clip={self.settings.clip} finds "
                         f"nothing in key '{sample.key}'"
                     )
                 clip_name = match[1]
@@ -488,7 +499,12 @@ class WebDataset(FrameSource[WebDatasetSettings]):
         if pending:
             yield self._begin_clip(name, pending, names_seen)
 
-    def _begin_clip(self, name: str, samples: list[_Sample], names_seen: set[str]) -> Clip:
+    def _begin_clip(
+        self,
+        name: str,
+        samples: list[_Sample],
+        names_seen: set[str],
+    ) -> Clip:
         if name in names_seen:
             raise SourceError(
                 f"tar '{self.files.shown}/{samples[0].tar}': clip '{name}' comes again at "
@@ -513,10 +529,12 @@ class WebDataset(FrameSource[WebDatasetSettings]):
                 if isinstance(member, Member)
             }
             time_ns = (number + 1) * _STEP_NS
-            if self.given.timestamp_ns:
-                time_ns = facts.integer(self.given.timestamp_ns)
+            if self.settings.timestamp_ns:
+                time_ns = facts.integer(self.settings.timestamp_ns)
             images: dict[str, Image] = {}
-            for camera, extension in (self.given.images or _find_cameras(sample.members)).items():
+            for camera, extension in (
+                self.settings.images or _find_cameras(sample.members)
+            ).items():
                 member = sample.members.get(extension)
                 if member is None:
                     continue
@@ -529,11 +547,11 @@ class WebDataset(FrameSource[WebDatasetSettings]):
                     extension=EXTENSION_OF.get(suffix, "jpg"),
                     token=sample.key,
                 )
-                if self.given.intrinsics:
+                if self.settings.intrinsics:
                     image = msgspec.structs.replace(
                         image,
-                        intrinsics=facts.matrix(self.given.intrinsics, 3, camera),
-                        cam2ego=facts.matrix(self.given.cam2ego, 4, camera),
+                        intrinsics=facts.matrix(self.settings.intrinsics, 3, camera),
+                        cam2ego=facts.matrix(self.settings.cam2ego, 4, camera),
                     )
                 if sample.read is not None:
                     read = sample.read[member.name]
@@ -548,8 +566,8 @@ class WebDataset(FrameSource[WebDatasetSettings]):
                     )
                 images[camera.lower()] = image
             pose = None
-            if self.given.ego2global:
-                pose = facts.matrix(self.given.ego2global, 4)
+            if self.settings.ego2global:
+                pose = facts.matrix(self.settings.ego2global, 4)
                 images = {
                     name: msgspec.structs.replace(image, ego2global=pose)
                     for name, image in images.items()
@@ -584,8 +602,8 @@ class WebDataset(FrameSource[WebDatasetSettings]):
         self.noted.update(sample_values.left_out)
         names = {extension.replace(".", "_") for extension in sample.members}
         lacking = channels.keys() - sample_values.values.keys() - names
-        if has_json and self.given.meta not in sample.members:
-            lacking.add(self.given.meta)
+        if has_json and self.settings.meta not in sample.members:
+            lacking.add(self.settings.meta)
         self.noted.update(f"samples without {name}, which others have" for name in lacking)
         for name in sample_values.values.keys() - channels:
             self.noted[f"{name} left out, {refused.get(name, _LATE)}"] += 1
@@ -625,7 +643,7 @@ class WebDataset(FrameSource[WebDatasetSettings]):
                 tar,
                 None,
                 names=names,
-                ignore_zeros=self.given.ignore_zeros,
+                ignore_zeros=self.settings.ignore_zeros,
             ):
                 if data is not None:
                     names.discard(member.name)
@@ -663,7 +681,8 @@ def _iter_keyed(
             noted["hidden members left out"] += 1
             continue
         match = _NAME.match(member.name)
-        if match is None or match[1].rpartition("/")[2].startswith("__"):
+        stem = "" if match is None else match[1].rpartition("/")[2]
+        if match is None or stem.startswith("__"):
             noted["members left out, without a key or an extension"] += 1
             continue
         yield match[1], match[2].lower(), member

@@ -203,8 +203,10 @@ def dataset_diff(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Datase
     keys_b = second.keys.entries()
     in_b = np.isin(keys_a["xxh3"], keys_b["xxh3"])
     in_a = np.isin(keys_b["xxh3"], keys_a["xxh3"])
-    only_a = np.sort(keys_a["row"][~in_b]).astype(np.int64)
-    only_b = np.sort(keys_b["row"][~in_a]).astype(np.int64)
+    rows_only_a = np.sort(keys_a["row"][~in_b])
+    rows_only_b = np.sort(keys_b["row"][~in_a])
+    only_a = rows_only_a.astype(np.int64)
+    only_b = rows_only_b.astype(np.int64)
     rows_a = keys_a["row"][in_b].astype(np.int64)
     rows_b = keys_b["row"][in_a].astype(np.int64)
     if len(rows_a) != len(rows_b):
@@ -212,7 +214,9 @@ def dataset_diff(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Datase
             f"the keys of '{first.location}' or '{second.location}' are not unique: run "
             "`fuelrail verify`"
         )
-    equal = first.index.column("xxh3")[rows_a] == second.index.column("xxh3")[rows_b]
+    hashes_a = first.index.column("xxh3")[rows_a]
+    hashes_b = second.index.column("xxh3")[rows_b]
+    equal = hashes_a == hashes_b
     clips_a = set(first.index.clip_ids())
     clips_b = set(second.index.clip_ids())
     # The channels that one table alone has, and the differences of those in both.
@@ -254,15 +258,16 @@ def _list_keys(dataset: Dataset, rows: I64) -> Keys:
 
 
 def _list_ids(ids: set[str]) -> Keys:
-    return Keys(count=len(ids), first=tuple(sorted(ids)[:_MAX_SHOWN]))
+    names = sorted(ids)
+    return Keys(count=len(names), first=tuple(names[:_MAX_SHOWN]))
 
 
 def _list_options(dataset: Dataset) -> dict[str, Any]:
     manifest = dataset.manifest
-    recipe = {
-        f"recipe.{name}": value for name, value in manifest.provenance.get("recipe", {}).items()
-    }
-    values = {name: getattr(manifest, name) for name in ("format", *_OF_MANIFEST, "compression")}
+    stated_recipe = manifest.provenance.get("recipe", {})
+    recipe = {f"recipe.{name}": value for name, value in stated_recipe.items()}
+    names = ("format", *_OF_MANIFEST, "compression")
+    values = {name: getattr(manifest, name) for name in names}
     if isinstance(manifest, LayerManifest):
         values |= {
             "base": manifest.base.fingerprint,
@@ -317,7 +322,8 @@ def read_tags(dataset: str | os.PathLike[str]) -> tuple[str, ...]:
         raise DatasetError(
             f"'{dataset}/{TAGS_FILE}' is not a list of tags: {text}; remove it"
         ) from error
-    return tuple(sorted({tag for tag in tags if _TAG.fullmatch(tag)}))
+    valid = {tag for tag in tags if _TAG.fullmatch(tag)}
+    return tuple(sorted(valid))
 
 
 def tag(
@@ -354,7 +360,8 @@ def tag(
     if unknown:
         listed = ", ".join(sorted(tags)) or "none"
         raise ConfigError(f"dataset '{dataset}' has no tag {unknown[0]!r:.120}; it has: {listed}")
-    new_tags = tuple(sorted((tags | set(add)) - set(remove)))
+    remaining = (tags | set(add)) - set(remove)
+    new_tags = tuple(sorted(remaining))
     folder = Path(str(dataset).removeprefix("file://"))
     try:
         with published(folder / TAGS_FILE) as file:

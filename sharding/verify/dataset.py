@@ -165,7 +165,13 @@ def verify(
     def check_shard(number: int) -> ShardCheck:
         shard = shards[number]
         with files_here(shard.name, shard.idx_name) as place:
-            check = make_check(place, manifest, (number, shard), dataset, deep=deep).run()
+            check = make_check(
+                place,
+                manifest=manifest,
+                shard=(number, shard),
+                dataset=dataset,
+                deep=deep,
+            ).run()
             if shard.idx_bytes:
                 check.faults += _check_file(
                     place,
@@ -251,7 +257,8 @@ def _check_rows(dataset: Dataset) -> list[Fault]:
     hashes = np.empty(len(index), np.uint64)
     split_of: dict[str, str] = {}
     for split, entry in dataset.manifest.splits.items():
-        for clip in index.clip_ids(entry.first_sample, entry.first_sample + entry.num_samples):
+        end = entry.first_sample + entry.num_samples
+        for clip in index.clip_ids(entry.first_sample, end):
             if split_of.setdefault(clip, split) != split:
                 faults.append(
                     Fault(
@@ -260,11 +267,13 @@ def _check_rows(dataset: Dataset) -> list[Fault]:
                     )
                 )
     for first in range(0, len(index), _ROWS_AT_ONCE):
-        keys = index.strings("key", first, min(first + _ROWS_AT_ONCE, len(index)))
-        hashes[first : first + len(keys)] = [xxhash.xxh3_64_intdigest(key.encode()) for key in keys]
+        end = min(first + _ROWS_AT_ONCE, len(index))
+        keys = index.strings("key", first, end)
+        hashes[first:end] = [xxhash.xxh3_64_intdigest(key.encode()) for key in keys]
     values, counts = np.unique(hashes, return_counts=True)
     for value in values[counts > 1].tolist():
-        first, second = np.flatnonzero(hashes == value)[:2].tolist()
+        rows = np.flatnonzero(hashes == value)
+        first, second = rows[:2].tolist()
         faults.append(
             Fault(
                 INDEX_FILE,
@@ -389,7 +398,8 @@ def _find_manifest_faults(
                 yield f"the {kind} have {name!r:.80} {count} times; each is allowed once"
     total = 0
     for name, split in manifest.splits.items():
-        num_clips = len(index.clip_ids(split.first_sample, split.first_sample + split.num_samples))
+        end = split.first_sample + split.num_samples
+        num_clips = len(index.clip_ids(split.first_sample, end))
         total += num_clips
         if num_clips != split.num_clips:
             yield f"num_clips of split '{name}' is {split.num_clips}, the index has {num_clips}"

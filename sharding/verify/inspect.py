@@ -429,7 +429,8 @@ def _count_members(dataset: Dataset) -> list[dict[str, Any]]:
     statistics = []
     for n, name in enumerate(names):
         for c, codec in enumerate(codecs):
-            count, stored_bytes, raw_bytes = (int(total) for total in totals[:, n, c])
+            totals_of_codec = totals[:, n, c].tolist()
+            count, stored_bytes, raw_bytes = map(int, totals_of_codec)
             if count:
                 statistics.append(
                     {
@@ -455,12 +456,12 @@ def _describe_attributes(dataset: Dataset) -> list[tuple[str, str, str]]:
     counts: dict[str, Counter[Any]] = {name: Counter() for name in names}
     for batch in file.batches(names):
         for name, array in zip(names, batch.columns, strict=True):
-            if pa.types.is_integer(array.type) or pa.types.is_floating(array.type):
+            is_number = pa.types.is_integer(array.type) or pa.types.is_floating(array.type)
+            if is_number:
                 counts[name].update(pc.min_max(array).as_py().values())
             elif len(counts[name]) <= _MAX_VALUES:
-                counts[name].update(
-                    {item["values"]: item["counts"] for item in pc.value_counts(array).to_pylist()}
-                )
+                for item in pc.value_counts(array).to_pylist():
+                    counts[name][item["values"]] += item["counts"]
     return [(name, str(schema.field(name).type), _summarise_values(counts[name])) for name in names]
 
 

@@ -118,8 +118,20 @@ class ShardCheck:
             self._check(shard, view)
         return self
 
-    def _fault(self, text: str, offset: int | None = None, key: str | None = None) -> None:
-        self.faults.append(Fault(self.shard.name, text, offset, key))
+    def _fault(
+        self,
+        text: str,
+        offset: int | None = None,
+        key: str | None = None,
+    ) -> None:
+        self.faults.append(
+            Fault(
+                file=self.shard.name,
+                text=text,
+                offset=offset,
+                key=key,
+            )
+        )
 
     def _check(self, shard: ShardEntry, view: memoryview) -> None:
         self._check_file(shard, view)
@@ -184,9 +196,15 @@ class ShardCheck:
                 self.faults.append(Fault(INDEX_FILE, str(error)))
                 return
 
-    def _check_members(self, row: IndexRow, members: dict[int, FoundMember], readable: int) -> None:
+    def _check_members(
+        self,
+        row: IndexRow,
+        members: dict[int, FoundMember],
+        readable: int,
+    ) -> None:
         for entry in row.members:
-            if entry.name not in self._unsafe and (text := unsafe_ending(entry.name)) is not None:
+            text = None if entry.name in self._unsafe else unsafe_ending(entry.name)
+            if text is not None:
                 self._unsafe.add(entry.name)  # reported once a shard
                 self._fault(f"member '{entry.name}': {text}", row.offset, row.key)
             offset = row.offset + entry.offset
@@ -321,7 +339,9 @@ class ShardCheck:
         for channel in fixed:
             if channel.name in self._stated.column_names:
                 data = members.get(channel.field)
-                value = None if data is None else KINDS[channel.kind].decode(data, channel).item()
+                value = None
+                if data is not None:
+                    value = KINDS[channel.kind].decode(data, channel).item()
                 stated = self._stated[channel.name][number].as_py()
                 if stated != value and not (stated != stated and value != value):
                     text = (
@@ -387,7 +407,8 @@ class _FramedCheck(ShardCheck):
         if table is None:
             return
         last = table[-1] if table else Frame(0, 0, 0)
-        if (last.offset, last.raw_bytes) != (position, len(END_OF_ARCHIVE)):
+        table_end = (last.offset, last.raw_bytes)
+        if table_end != (position, len(END_OF_ARCHIVE)):
             self._fault(
                 f"the index covers {position} bytes of frames, the archive's end is at "
                 f"{last.offset}",

@@ -52,9 +52,10 @@ def dataset_statistics(
         )
     numbers = {split: _compute_split_statistics(dataset, split) for split in dataset.splits}
     document = {"fingerprint": dataset.manifest.fingerprint, "splits": numbers}
+    encoded = msgspec.json.encode(document)
     try:
         with published(Path(dataset.root) / STATISTICS_FILE) as file:
-            file.write(msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n")
+            file.write(msgspec.json.format(encoded, indent=1) + b"\n")
     except OSError as error:
         raise DatasetError(
             f"'{dataset.root}/{STATISTICS_FILE}' cannot be written: {error.strerror}"
@@ -105,13 +106,15 @@ def _compute_split_statistics(dataset: Dataset, split: str) -> dict[str, dict[st
     schema = file.schema(len(dataset.index)) if file.exists else pa.schema([])
     names = []
     for field in schema:
-        is_number = pa.types.is_integer(field.type) or pa.types.is_floating(field.type)
-        if is_number and field.name not in (*TEXTS, "frame", "timestamp_ns"):
+        if field.name in (*TEXTS, "frame", "timestamp_ns"):
+            continue
+        if pa.types.is_integer(field.type) or pa.types.is_floating(field.type):
             names.append(field.name)
     if names:
         for batch in file.batches(names, rows):
             for name, column in zip(names, batch.columns, strict=True):
-                values = column.cast(pa.float64()).to_numpy(zero_copy_only=False)
+                numbers_of_batch = column.cast(pa.float64())
+                values = numbers_of_batch.to_numpy(zero_copy_only=False)
                 numbers.setdefault(name, _Numbers(())).add(values)
     return {name: accumulator.result() for name, accumulator in numbers.items()}
 
@@ -133,14 +136,17 @@ class _Numbers:
 
     def add(self, values: NDArray[Any]) -> None:
         """Add values (M, *shape); what is not finite does not count."""
-        rows = values.reshape(len(values), len(self._mean)).astype(np.float64)
+        rows = values.reshape(len(values), len(self._mean))
+        rows = rows.astype(np.float64)
         rows[~np.isfinite(rows)] = np.nan
         is_there = ~np.isnan(rows)
         count = is_there.sum(0)
-        mean = np.where(is_there, rows, 0).sum(0) / np.maximum(count, 1)
+        sums = np.where(is_there, rows, 0).sum(0)
+        mean = sums / np.maximum(count, 1)
         difference = mean - self._mean
         total = np.maximum(self._count + count, 1)
-        squares = (np.where(is_there, rows - mean, 0) ** 2).sum(0)
+        deviations = np.where(is_there, rows - mean, 0)
+        squares = (deviations**2).sum(0)
         self._squares += squares + difference**2 * self._count * count / total
         self._mean += difference * count / total
         self._count += count
@@ -149,7 +155,8 @@ class _Numbers:
         self._min = np.fmin(self._min, lowest)
         self._max = np.fmax(self._max, highest)
         first = -self._num_seen % self._stride
-        self._kept = np.concatenate([self._kept, rows[first :: self._stride]])
+        sampled_rows = rows[first :: self._stride]
+        self._kept = np.concatenate([self._kept, sampled_rows])
         self._num_seen += len(rows)
         while self._kept.size > _MOST_KEPT:
             self._kept = self._kept[::2]
@@ -164,17 +171,20 @@ class _Numbers:
         if len(self._kept):
             values = np.where(is_there, self._kept, 0)
         quantiles = np.nanquantile(values, [*_QUANTILES.values()], axis=0)
+        variance = self._squares / np.maximum(self._count, 1)
         statistics = {
             "count": self._count,
             "mean": self._mean,
-            "std": np.sqrt(self._squares / np.maximum(self._count, 1)),
+            "std": np.sqrt(variance),
             "min": self._min,
             "max": self._max,
             **dict(zip(_QUANTILES, quantiles, strict=True)),
         }
         lists = {}
         for name, array in statistics.items():
-            is_absent = np.isnan(array) if name == "count" else np.isnan(array) | ~is_there
+            is_absent = np.isnan(array)
+            if name != "count":
+                is_absent |= ~is_there
             numbers = array.astype(object)
             numbers[is_absent] = None
             lists[name] = numbers.reshape(self._shape).tolist()

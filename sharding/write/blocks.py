@@ -76,4 +76,5 @@ class BlockWriter:
             # A signal came, or the disk is full: the next call says so.
             rest = memoryview(b"".join(views))[written:]
             while rest:
-                rest = rest[os.write(self._file.fileno(), rest) :]
+                num_written = os.write(self._file.fileno(), rest)
+                rest = rest[num_written:]

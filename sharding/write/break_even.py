@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -74,12 +75,17 @@ def break_even(
     ``images`` is how they would be stored. The first frames of a few videos are decoded and
     encoded.
     """
-    refs = (member.ref for number in range(len(table)) for member in table.row(number).members)
-    made_refs = (ref.removeprefix(MADE_PREFIX) for ref in refs if ref.startswith(MADE_PREFIX))
+
+    def iter_made_refs() -> Iterator[str]:
+        for number in range(len(table)):
+            for member in table.row(number).members:
+                if member.ref.startswith(MADE_PREFIX):
+                    yield member.ref.removeprefix(MADE_PREFIX)
+
     if isinstance(source, OwnVideos):
-        videos = source.videos(made_refs, _FRAMES)
+        videos = source.videos(iter_made_refs(), _FRAMES)
     else:
-        counts = Counter(frame_of(ref)[0] for ref in made_refs if FRAME in ref)
+        counts = Counter(frame_of(ref)[0] for ref in iter_made_refs() if FRAME in ref)
         videos = []
         for name in sorted(counts):
             path = source.files.path(name)
@@ -137,7 +143,8 @@ def break_even(
             # Two equations: the time of a run is that of the frames that it decodes and that of
             # its JPEGs.
             ratio = decoded[1] / decoded[0]
-            encode_1_s = (times[1] - times[0] * ratio) / max(count - ratio, 1)
+            slower_s = times[1] - times[0] * ratio
+            encode_1_s = slower_s / max(count - ratio, 1)
             encode_all_s = max(0.0, encode_1_s) * count
             made_of += count
             size += sum(sizes)
@@ -152,4 +159,9 @@ def break_even(
                 hours,
             )
         )
-    return BreakEven(len(videos), num_all, num_bytes, options)
+    return BreakEven(
+        num_videos=len(videos),
+        num_frames=num_all,
+        num_bytes=num_bytes,
+        options=options,
+    )

@@ -57,9 +57,8 @@ def train_or_load_dictionary(
         return stored
     # Small members of rows spread evenly.
     first = table.row(int(rows[0]))
-    sample_bytes = sum(
-        len(small) for small in (first.meta, first.geometry, first.boxes) if small is not None
-    )
+    small_members = (first.meta, first.geometry, first.boxes)
+    sample_bytes = sum(len(data) for data in small_members if data is not None)
     count = min(
         len(rows),
         max(1, (recipe.dictionary_bytes * _TIMES_ITS_SIZE) // sample_bytes),
@@ -68,9 +67,8 @@ def train_or_load_dictionary(
     samples: list[bytes] = []
     for number in chosen.tolist():
         row = table.row(number)
-        samples += [
-            bytes(small) for small in (row.meta, row.geometry, row.boxes) if small is not None
-        ]
+        small_members = (row.meta, row.geometry, row.boxes)
+        samples += [bytes(data) for data in small_members if data is not None]
     trained = train_dictionary(samples, recipe.dictionary_bytes, recipe.compression_level)
     if stated is not None and _hash_dictionary(trained) != stated.sha256:
         raise DatasetExistsError(

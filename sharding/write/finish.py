@@ -70,8 +70,19 @@ def finish(
     codecs = {name: codec_of(name, job.recipe, job.lidars, job.channels) for name in names}
     shards: list[ShardEntry] = []
     sizes: dict[str, set[tuple[int, int]]] = {camera.channel: set() for camera in info.cameras}
-    rows = _iter_rows(work, plan=plan, codecs=codecs, shards=shards, sizes=sizes)
-    write_index(work.temporary, names, codecs.values(), rows)
+    rows = _iter_rows(
+        work,
+        plan=plan,
+        codecs=codecs,
+        shards=shards,
+        sizes=sizes,
+    )
+    write_index(
+        work.temporary,
+        names=names,
+        codecs=codecs.values(),
+        rows=rows,
+    )
     write_attributes(
         work.temporary,
         _iter_attributes(
@@ -162,8 +173,8 @@ def _iter_rows(
             )
         names = {entry.name for row in record.rows for entry in row.members}
         kinds = {entry.codec for row in record.rows for entry in row.members}
-        is_of_run = names <= codecs.keys() and kinds <= {*codecs.values()}
-        is_of_run = is_of_run and record.image_sizes.keys() <= sizes.keys()
+        has_members = names <= codecs.keys() and kinds <= {*codecs.values()}
+        is_of_run = has_members and record.image_sizes.keys() <= sizes.keys()
         if not is_of_run or len(record.rows) != planned.num_samples:
             raise DatasetError(
                 f"'{work.out.shown}/{record_name(planned.stem)}' is not of this run: remove it and "
@@ -195,11 +206,13 @@ def _iter_attributes(
     names = pa.array(list(clips_by_split))
     for first in range(0, len(plan.rows), ROWS_PER_GROUP):
         rows_taken = disk.take(attributes_table, plan.rows[first : first + ROWS_PER_GROUP])
-        ids = clip_ids.take(rows_taken[CLIP_NUMBER].combine_chunks())
+        clip_numbers = rows_taken[CLIP_NUMBER].combine_chunks()
+        ids = clip_ids.take(clip_numbers)
+        split_numbers = split_of_clip[clip_numbers.to_numpy()]
         columns = {
             "key": frame_keys(ids, rows_taken["frame"].combine_chunks()),
             "clip_id": ids,
-            "split": names.take(pa.array(split_of_clip[rows_taken[CLIP_NUMBER].to_numpy()])),
+            "split": names.take(pa.array(split_numbers)),
             **{name: rows_taken[name] for name in rows_taken.column_names if name != CLIP_NUMBER},
         }
         fields = [

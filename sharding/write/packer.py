@@ -197,4 +197,5 @@ def dali_index(rows: Sequence[IndexRow]) -> bytes:
                 for field, offset, member in stored
             )
         )
-    return "\n".join([f"v1.2 {len(lines)}", *lines, ""]).encode("ascii", "replace")
+    listing = "\n".join([f"v1.2 {len(lines)}", *lines, ""])
+    return listing.encode("ascii", "replace")

@@ -138,4 +138,5 @@ class ReadBuffer:
         if begin < end and end + len(rest) <= limit:
             self._memory[end : end + len(rest)] = rest
             return [self._memory[begin : end + len(rest)]]
-        return [piece for piece in (self._memory[begin:end], rest) if piece]
+        pieces = (self._memory[begin:end], rest)
+        return [piece for piece in pieces if piece]

@@ -47,7 +47,8 @@ def publish_listing(out: Output, shard: ShardEntry, listing: bytes) -> ShardEntr
         return shard
     with out.publish(shard.idx_name) as file:
         file.write(listing)
-    return shard._replace(idx_bytes=len(listing), idx_sha256=hashlib.sha256(listing).hexdigest())
+    digest = hashlib.sha256(listing).hexdigest()
+    return shard._replace(idx_bytes=len(listing), idx_sha256=digest)
 
 
 def record_name(stem: str) -> str:
@@ -62,11 +63,11 @@ def load_record(out: Output, stem: str) -> ShardRecord | None:
     Where there is none, the shard is written again.
     """
     data = out.read(record_name(stem))
-    try:
-        record = None if data is None else msgspec.msgpack.decode(data, type=ShardRecord)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    if data is None:
         return None
-    if record is None:
+    try:
+        record = msgspec.msgpack.decode(data, type=ShardRecord)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     shard = record.shard
     if record.stem != stem or shard.name not in (f"{stem}.tar", f"{stem}.tar.zst"):
@@ -75,12 +76,16 @@ def load_record(out: Output, stem: str) -> ShardRecord | None:
         return None
     if not 0 <= shard.bytes <= _LARGEST or not 0 <= shard.idx_bytes <= _LARGEST:
         return None
-    if not _is_sha256(shard.sha256) or (shard.idx_bytes and not _is_sha256(shard.idx_sha256)):
+    if not _is_sha256(shard.sha256):
+        return None
+    if shard.idx_bytes and not _is_sha256(shard.idx_sha256):
         return None
     for row in record.rows:
         is_inside = 0 <= row.offset <= row.offset + row.length <= shard.bytes
-        is_small = abs(row.frame) < 1 << 31 and abs(row.timestamp_ns) <= _LARGEST
-        if not is_inside or not is_small or row.xxh3 < 0:
+        is_frame = abs(row.frame) < 1 << 31
+        is_time = abs(row.timestamp_ns) <= _LARGEST
+        is_hash = row.xxh3 >= 0
+        if not (is_inside and is_frame and is_time and is_hash):
             return None
         for entry in row.members:
             sizes = (entry.offset, entry.stored_bytes, entry.raw_bytes)
@@ -114,9 +119,12 @@ def is_whole(out: Output, record: ShardRecord) -> bool:
     else by a read.
     """
     shard = record.shard
-    if shard.idx_bytes and not out.holds(shard.idx_name, shard.idx_bytes, shard.idx_sha256):
+    has_listing = shard.idx_bytes > 0
+    if has_listing and not out.holds(shard.idx_name, shard.idx_bytes, shard.idx_sha256):
         return False
     tag = out.read(f"{_RECORDS}/{record.stem}.tag")
-    if tag and tag.decode(errors="replace") == out.version_tag(shard.name):
-        return True
+    if tag:
+        stored_tag = tag.decode(errors="replace")
+        if stored_tag == out.version_tag(shard.name):
+            return True
     return out.holds(shard.name, shard.bytes, shard.sha256)

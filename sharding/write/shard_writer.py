@@ -152,13 +152,28 @@ class ShardWriter:
                 is_same = digest.hexdigest() == record.source_sha256
                 if is_same and is_whole(self._out, record):
                     pulse(record.shard.bytes)
-                    return ShardDone(number, record.shard.name, record.shard.bytes, is_kept=True)
+                    return ShardDone(
+                        number=number,
+                        name=record.shard.name,
+                        num_bytes=record.shard.bytes,
+                        is_kept=True,
+                    )
             with naming(self._job.source):
                 record = self._write_shard(number, shard, pulse)
             store_version_tag(self._out, record)
-        return ShardDone(number, record.shard.name, record.shard.bytes, is_kept=False)
+        return ShardDone(
+            number=number,
+            name=record.shard.name,
+            num_bytes=record.shard.bytes,
+            is_kept=False,
+        )
 
-    def _write_shard(self, number: int, shard: PlannedShard, pulse: Pulse) -> ShardRecord:
+    def _write_shard(
+        self,
+        number: int,
+        shard: PlannedShard,
+        pulse: Pulse,
+    ) -> ShardRecord:
         job = self._job
         sizes: dict[str, set[tuple[int, int]]] = {}
         digest = hashlib.sha256(self._head(shard))

@@ -110,7 +110,8 @@ class Bands:
             self._left[band].add(number)
         self.num_done = 0
         with contextlib.suppress(OSError, ValueError):
-            self.num_done = max(0, min(int(read_file(self._done, _DONE_BYTES)), count))
+            stated = int(read_file(self._done, _DONE_BYTES))
+            self.num_done = max(0, min(stated, count))
 
     def forget(self) -> None:
         """Count no band as finished: its files are staged again."""
@@ -236,7 +237,8 @@ class Staging:
         refs = dict[str, int]()
         # The rows of the clip that are written.
         clip_bands = self._bands[task.first_row :][: task.num_rows]
-        rows: list[int] = (np.flatnonzero(clip_bands != NO_BAND) + task.first_row).tolist()
+        rows_of_clip = np.flatnonzero(clip_bands != NO_BAND)
+        rows: list[int] = (rows_of_clip + task.first_row).tolist()
         for row in rows:
             encoded = self._table.encoded_row(row)
             band = int(self._bands[row])
@@ -296,11 +298,19 @@ def stage_clips(
     save_npy(path, bands_of_rows)
     tasks = []
     for number, clip in enumerate(clips):
-        if (bands_of_rows[clip.first_row :][: clip.num_samples] == NO_BAND).all():
+        rows_of_clip = slice(clip.first_row, clip.first_row + clip.num_samples)
+        if (bands_of_rows[rows_of_clip] == NO_BAND).all():
             continue
-        clip_stamps = stamps[clip.first_row : clip.first_row + clip.num_samples].tobytes()
-        stamp = int.from_bytes(hashlib.sha256(clip_stamps).digest()[:8])
-        tasks.append(StageTask(number, clip.first_row, clip.num_samples, stamp))
+        digest = hashlib.sha256(stamps[rows_of_clip].tobytes()).digest()
+        stamp = int.from_bytes(digest[:8])
+        tasks.append(
+            StageTask(
+                number=number,
+                first_row=clip.first_row,
+                num_rows=clip.num_samples,
+                stamp=stamp,
+            )
+        )
     make_staging = partial(
         Staging,
         spec=spec,
@@ -317,14 +327,16 @@ def stage_clips(
     if len(rows):
         # The space that they take, by the sizes of some of them.
         rows_of_table = ScanTable(scan_table)
-        looked_at = rows[:: -(-len(rows) // _ROWS_LOOKED_AT)].tolist()
+        step = -(-len(rows) // _ROWS_LOOKED_AT)
+        looked_at = rows[::step].tolist()
         total = 0.0
         for row in looked_at:
             for member in rows_of_table.row(row).members:
                 share = stored_share(images, (member,)) if member.is_estimate else 1.0
                 total += member.bytes * share
         # A band goes when its shards are there.
-        num_bytes = int(total / len(looked_at) * len(rows) * (1 + 1 / _MOST_BANDS))
+        bytes_of_row = total / len(looked_at)
+        num_bytes = int(bytes_of_row * len(rows) * (1 + 1 / _MOST_BANDS))
         staged_bytes = sum(path.stat().st_size for path in folder.glob("*.bin"))
         free = shutil.disk_usage(folder).free
         if num_bytes > free + staged_bytes:
@@ -346,7 +358,12 @@ def stage_clips(
     else:
         list(in_threads(stage, tasks, max(num_workers, 1)))
     table = folder / scan_table.name
-    _rewrite_table(scan_table, table, folder, {task.number for task in tasks})
+    _rewrite_table(
+        scan_table,
+        target=table,
+        folder=folder,
+        staged={task.number for task in tasks},
+    )
     return table
 
 
@@ -427,7 +444,8 @@ def _rewrite_table(
                                 is_estimate=False,
                             )
                         )
-                    rows.append(msgspec.msgpack.encode(row._replace(members=tuple(members))))
+                    staged_row = row._replace(members=tuple(members))
+                    rows.append(msgspec.msgpack.encode(staged_row))
                 arrays = batch.columns
                 arrays[column] = pa.array(rows, file.schema.field(column).type)
                 writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=file.schema))

@@ -103,7 +103,7 @@ class Neutral(FrameSource[NeutralSettings]):
     """The tests' own format."""
 
     kind = "neutral"
-    settings = NeutralSettings
+    settings_type = NeutralSettings
     ego_origin = "rear_axle_ground"
     num_made = 0
 
@@ -146,10 +146,10 @@ class Neutral(FrameSource[NeutralSettings]):
                 if not image:
                     images[name] = Absent("no message")
                     continue
-                is_made = self.given.images == "made"
-                size = image["size"] if self.given.sizes or is_made else (0, 0)
+                is_made = self.settings.images == "made"
+                size = image["size"] if self.settings.sizes or is_made else (0, 0)
                 images[name] = Image(
-                    ref=image["file" if is_made else self.given.images],
+                    ref=image["file" if is_made else self.settings.images],
                     timestamp_ns=image["t"],
                     intrinsics=np.array(image["k"]),
                     cam2ego=np.array(image["cam2ego"]),

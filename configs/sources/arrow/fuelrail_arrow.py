@@ -146,9 +146,9 @@ class ArrowRows(Manifest):
     """
 
     kind = "arrow"
-    settings = ArrowSettings
+    settings_type = ArrowSettings
     leaves_out = True
-    given: ArrowSettings
+    settings: ArrowSettings
 
     def __init__(self, location: str, options: dict[str, Any]) -> None:
         folder, _, name = location.rstrip("/").rpartition("/")
@@ -210,7 +210,7 @@ class ArrowRows(Manifest):
                 )
             if target:
                 targets[field.name] = target
-        if unknown := self.given.columns.keys() - set(batch.schema.names):
+        if unknown := self.settings.columns.keys() - set(batch.schema.names):
             raise SourceError(
                 f"{where} has no column '{min(unknown)}'; it has "
                 f"{', '.join(batch.schema.names):.500}"
@@ -232,7 +232,7 @@ class ArrowRows(Manifest):
                     f"{shortened(labels[0])}"
                 )
             ] += 1
-        if labels and self.given.classes != SOURCE:
+        if labels and self.settings.classes != SOURCE:
             raise SourceError(
                 f"{where}: labels are numbers of the source's own classes: leave the option "
                 "classes out"
@@ -245,7 +245,7 @@ class ArrowRows(Manifest):
         """
         kind = column.type
         plain = re.sub(r"[^a-z0-9_]", "_", name.lower())[:100]
-        asked = self.given.columns.get(name)
+        asked = self.settings.columns.get(name)
         if asked is not None and not asked:
             return ""
         if not is_plain(kind):
@@ -301,7 +301,7 @@ class ArrowRows(Manifest):
         """Write a row for each frame that is kept; all bytes of Parquet and Lance are read, for
         the heads of images.
         """
-        self.depth = out.depth(self.given.check_images, self.given.damaged_image)
+        self.depth = out.depth(self.settings.check_images, self.settings.damaged_image)
         self._files_of = {}
         self._num_images = 0
         self._num_damaged = 0
@@ -495,11 +495,11 @@ class ArrowRows(Manifest):
             yield msgspec.structs.replace(
                 clip, files=tuple(stamped), split=clip.split or _SPLITS.get(split, split)
             )
-        is_left_out = self.given.damaged_image != "error"  # else each is a finding
-        if is_left_out and self._num_damaged > self.given.max_damaged * self._num_images:
+        is_left_out = self.settings.damaged_image != "error"  # else each is a finding
+        if is_left_out and self._num_damaged > self.settings.max_damaged * self._num_images:
             raise SourceError(
                 f"{self._num_damaged} of {self._num_images} images are damaged, more than "
-                f"the share of max_damaged={self.given.max_damaged:g}"
+                f"the share of max_damaged={self.settings.max_damaged:g}"
             )
 
     def frames(self, clip: Clip) -> Iterator[Frame]:
@@ -513,7 +513,7 @@ class ArrowRows(Manifest):
                 if isinstance(image, Image) and _ROW.match(image.ref):
                     images[camera] = msgspec.structs.replace(image, made=True)
             for camera, fault in (msgspec.json.decode(faults) if faults else {}).items():
-                if self.given.damaged_image == "error":
+                if self.settings.damaged_image == "error":
                     raise SourceError(
                         f"row '{self.files.shown}/{token}': image of {camera}: {fault}{LEFT_OUT}"
                     )

@@ -113,7 +113,7 @@ class PhysicalAi(FrameSource[PhysicalAiSettings]):
     """
 
     kind = "physical_ai"
-    settings = PhysicalAiSettings
+    settings_type = PhysicalAiSettings
     requires: ClassVar = {"av": "fuelrail[video]"}
     reads = "clip"
     time_base = "clip"
@@ -123,7 +123,7 @@ class PhysicalAi(FrameSource[PhysicalAiSettings]):
 
     def __init__(self, location: str, options: dict[str, Any]) -> None:
         super().__init__(location, options)
-        self.given.check_libraries()
+        self.settings.check_libraries()
         self._kept: dict[str, dict[tuple[str, ...], dict[str, Any]]] = {}
         self._last: tuple[str, dict[str, np.ndarray]] = "", {}
         self._tables: tuple[str, dict[str, dict[str, np.ndarray]]] = "", {}
@@ -145,7 +145,7 @@ class PhysicalAi(FrameSource[PhysicalAiSettings]):
     @cached_property
     def _radars(self) -> list[str]:
         """The radars of which a chunk is downloaded."""
-        if not self.given.radars:
+        if not self.settings.radars:
             return []
         return [
             name for name in self._features if name.startswith("radar_") and self._has_chunk(name)
@@ -164,7 +164,7 @@ class PhysicalAi(FrameSource[PhysicalAiSettings]):
     @cached_property
     def _has_lidar(self) -> bool:
         """Whether spins are downloaded, and can be decoded."""
-        if not self.given.points or LIDAR not in self._features or not self._has_chunk(LIDAR):
+        if not self.settings.points or LIDAR not in self._features or not self._has_chunk(LIDAR):
             return False
         with contextlib.suppress(ImportError):
             import DracoPy  # noqa: F401
@@ -462,7 +462,7 @@ class PhysicalAi(FrameSource[PhysicalAiSettings]):
                     shutil.copyfileobj(video, made, 1 << 20)
                 made.flush()
                 for number, data in video_frames(
-                    made.name, numbers, self.stored or JpegForm(self.given.video_quality)
+                    made.name, numbers, self.stored or JpegForm(self.settings.video_quality)
                 ):
                     yield f"{camera}/{chunk}/{clip}#frame={number}", data
 

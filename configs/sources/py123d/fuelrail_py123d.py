@@ -62,15 +62,15 @@ class Py123d(FrameSource[Py123dSettings]):
     """
 
     kind = "py123d"
-    settings = Py123dSettings
+    settings_type = Py123dSettings
     ego_origin = "imu"
     columns: ClassVar = {"location": str, "dataset": str}
 
     def __init__(self, location: str, options: dict[str, Any]) -> None:
         super().__init__(location, options)
         self._logs = self.files
-        if self.given.root:
-            self.files = source_files(self.given.root)
+        if self.settings.root:
+            self.files = source_files(self.settings.root)
 
     @property
     def options(self) -> dict[str, Any]:

@@ -48,8 +48,7 @@ def clip_arrays(
     without ``has_poses``.
     """
     time_ns = np.array([frame.timestamp_ns for frame in frames], np.int64)
-    images = [frame.images.get(camera.channel) for frame in frames for camera in sensors.cameras]
-    images = [image if isinstance(image, Image) else None for image in images]
+    images = _list_images(frames, [camera.channel for camera in sensors.cameras])
     sweeps = [frame.sweeps.get(lidar.channel) for frame in frames for lidar in sensors.lidars]
 
     def poses_at(stated: list[Any], times: I64, is_there: Mask) -> F64:
@@ -76,7 +75,8 @@ def clip_arrays(
             times,
             is_there,
         )
-        return times.reshape(len(frames), number), poses.reshape(len(frames), number, 4, 4)
+        shape = (len(frames), number)
+        return times.reshape(shape), poses.reshape(*shape, 4, 4)
 
     frame_poses = poses_at(
         [frame.ego2global for frame in frames],
@@ -84,18 +84,22 @@ def clip_arrays(
         np.ones(len(frames), np.bool_),
     )
     # The motion that frames state, else velocities by their neighbours' poses; NaN unknown.
-    motion = np.full((len(frames), 3, 3), np.nan)
-    before = np.maximum(np.arange(len(frames)) - 1, 0)
-    after = np.minimum(np.arange(len(frames)) + 1, len(frames) - 1)
+    num_frames = len(frames)
+    motion = np.full((num_frames, 3, 3), np.nan)
+    numbers = np.arange(num_frames)
+    before = np.maximum(numbers - 1, 0)
+    after = np.minimum(numbers + 1, num_frames - 1)
     span_ns = time_ns[after] - time_ns[before]
     with np.errstate(all="ignore"):
-        moved = frame_poses[after, :3, 3] - frame_poses[before, :3, 3]
+        place = frame_poses[:, :3, 3]
+        moved = place[after] - place[before]
         speed = moved / (span_ns[:, None] * 1e-9)
         in_ego = np.einsum("fji,fj->fi", frame_poses[:, :3, :3], speed)
     usable = has_poses & (span_ns > 0) & (span_ns <= _MAX_SPAN_NS)
     motion[usable, 0] = in_ego[usable]
     for row, frame in enumerate(frames):
-        for number, stated in enumerate((frame.ego_velocity, frame.ego_accel, frame.ego_rates)):
+        motion_of_frame = (frame.ego_velocity, frame.ego_accel, frame.ego_rates)
+        for number, stated in enumerate(motion_of_frame):
             if stated is not None:
                 motion[row, number] = stated
     cam_time_ns, cam_ego2global = times_and_poses(images, len(sensors.cameras))
@@ -129,8 +133,7 @@ def stacked_geometry(
     cameras = [camera.channel for camera in sensors.cameras]
     chosen = [frames[index] for index in rows.tolist()]
     shape = (len(rows), len(cameras))
-    frame_images = [frame.images.get(name) for frame in chosen for name in cameras]
-    images = [image if isinstance(image, Image) else None for image in frame_images]
+    images = _list_images(chosen, cameras)
     sweeps = [frame.sweeps.get(lidar.channel) for frame in chosen for lidar in sensors.lidars]
     dist = np.full((len(images), NUM_DIST), np.nan)
     for index, image in enumerate(images):
@@ -158,7 +161,8 @@ def stacked_geometry(
             & (intrinsics[:, 0, 0] > 0)
             & (intrinsics[:, 1, 1] > 0)
         )
-    bad = needs & is_there.ravel() & ~(is_lens[intrinsics_at] & is_placed[camera_at])
+    is_calibrated = is_lens[intrinsics_at] & is_placed[camera_at]
+    bad = needs & is_there.ravel() & ~is_calibrated
     if bad.any():
         index = int(np.argmax(bad))
         values = (
@@ -196,18 +200,30 @@ def stacked_geometry(
     )
 
 
+def _list_images(frames: Sequence[Frame], cameras: Sequence[str]) -> list[Image | None]:
+    """Return the images of frames, frame by frame; None for those that are absent."""
+    images: list[Image | None] = []
+    for frame in frames:
+        for name in cameras:
+            image = frame.images.get(name)
+            images.append(image if isinstance(image, Image) else None)
+    return images
+
+
 def _fit_rigid(where: str, **values: F64) -> dict[str, F64]:
     """Return transforms with exact rotations, by name; NaN stays.
 
     Raise SourceError for what is not a transform.
     """
     flat = np.concatenate([value.reshape(-1, 4, 4) for value in values.values()])
-    known_rows = np.flatnonzero(~np.isnan(flat).all((1, 2)))
+    is_unknown = np.isnan(flat).all((1, 2))
+    known_rows = np.flatnonzero(~is_unknown)
     fitted, sound = nearest_rigid(flat[known_rows])
     ends = np.cumsum([value.size // 16 for value in values.values()])
     if not sound.all():
         place = int(np.argmin(sound))
-        name = list(values)[int(np.searchsorted(ends, known_rows[place], "right"))]
+        number = int(np.searchsorted(ends, known_rows[place], "right"))
+        name = list(values)[number]
         raise SourceError(
             f"{where}: {name} is not a rotation and a translation with the last row 0 0 0 "
             f"1: {fitted[place].tolist()}"

@@ -62,8 +62,11 @@ def clip_boxes(
     ]
     counts = np.array([len(frame_boxes.category) for _, frame_boxes in labelled], np.int64)
     if not labelled:
-        no_counts = np.zeros((len(rows), len(classes.names)), np.int64)
-        return ClipBoxes([None] * len(rows), [0] * len(rows), no_counts)
+        return ClipBoxes(
+            encoded=[None] * len(rows),
+            num_boxes=[0] * len(rows),
+            class_counts=np.zeros((len(rows), len(classes.names)), np.int64),
+        )
     frame = np.repeat(
         np.array([number_of_frame for number_of_frame, _ in labelled], np.int64),
         counts,
@@ -71,7 +74,12 @@ def clip_boxes(
     for _, frame_boxes in labelled:
         for text, number in frame_boxes.unknown_visibility.items():
             report.unknown_visibility[text] = report.unknown_visibility.get(text, 0) + number
-    columns = in_ego(labelled, frame, timestamp_ns, ego2global)
+    columns = in_ego(
+        labelled,
+        frame=frame,
+        timestamp_ns=timestamp_ns,
+        ego2global=ego2global,
+    )
     columns["label"] = classes.labels(
         [name for _, frame_boxes in labelled for name in frame_boxes.category]
     )
@@ -90,7 +98,12 @@ def clip_boxes(
         minlength=len(rows) * num_classes,
     )
     num_boxes = np.bincount(frame, minlength=len(rows)).tolist()
-    return ClipBoxes(encoded, num_boxes, class_counts.reshape(len(rows), num_classes)[:, 1:])
+    class_counts = class_counts.reshape(len(rows), num_classes)
+    return ClipBoxes(
+        encoded=encoded,
+        num_boxes=num_boxes,
+        class_counts=class_counts[:, 1:],  # the first column is of no class
+    )
 
 
 def in_ego(
@@ -139,26 +152,36 @@ def in_ego(
         track += frame_boxes.track or [""] * len(frame_boxes.category)
     numbers = {name: number for number, name in enumerate(dict.fromkeys(track))}
     tracks = np.fromiter(map(numbers.__getitem__, track), np.int64, len(track))
+    has_track = tracks != numbers.get("", -1)
     velocity = _turn_vectors(stated2ego, column("velocity", np.float64, 3))
     is_unstated = np.array([frame_boxes.velocity is None for _, frame_boxes in labelled], np.bool_)
-    follow = (tracks != numbers.get("", -1)) & np.repeat(is_unstated, counts)
+    follow = has_track & np.repeat(is_unstated, counts)
     if follow.any():
         box2global = ego2global[frame]
-        in_world = _turn_vectors(box2global[:, :3, :3], centre) + box2global[:, :3, 3]
+        turned = _turn_vectors(box2global[:, :3, :3], centre)
+        in_world = turned + box2global[:, :3, 3]
         in_world[in_global] = centre[in_global]
         # The rows before and after each row in its track.
-        before, after = np.full((2, len(tracks)), -1, np.int64)
+        before = np.full(len(tracks), -1, np.int64)
+        after = np.full(len(tracks), -1, np.int64)
         order = np.argsort(tracks, kind="stable")
         first = order[:-1]
         last = order[1:]
         same = tracks[first] == tracks[last]
         before[last[same]] = first[same]
         after[first[same]] = last[same]
-        speed = velocities(in_world, timestamp_ns[frame] // 1000, before, after)
-        velocity[follow] = _turn_vectors(turn_to_ego, speed)[follow]
+        speed = velocities(
+            in_world,
+            timestamp_us=timestamp_ns[frame] // 1000,
+            prev=before,
+            following=after,
+        )
+        speed_in_ego = _turn_vectors(turn_to_ego, speed)
+        velocity[follow] = speed_in_ego[follow]
     ids = np.array([stable_id(name) if name else -1 for name in numbers], np.int64)
     quaternion = quaternions(rotation)
-    quaternion = np.where(quaternion[:, :1] < 0, -quaternion, quaternion)
+    is_negative = quaternion[:, :1] < 0
+    quaternion = np.where(is_negative, -quaternion, quaternion)
     yaw = np.arctan2(rotation[:, 1, 0], rotation[:, 0, 0])
     boxes3d = np.concatenate([centre_in_ego, size, yaw[:, None]], 1)
     return {
@@ -191,7 +214,8 @@ def _join_column(
     if all(stated is None for stated in all_stated):
         return np.full((len(frame), *shape), unknown, kind)
     parts = []
-    for (number_of_frame, frame_boxes), stated in zip(labelled, all_stated, strict=True):
+    frames_and_columns = zip(labelled, all_stated, strict=True)
+    for (number_of_frame, frame_boxes), stated in frames_and_columns:
         count = len(frame_boxes.category)
         part_shape = (count, *shape)
         part = np.full(part_shape, unknown)
@@ -282,10 +306,12 @@ def velocities(
     first = np.where(prev < 0, rows, prev)
     last = np.where(following < 0, rows, following)
     span_s = (timestamp_us[last] - timestamp_us[first]) * 1e-6
-    limit_s = np.where((prev >= 0) & (following >= 0), 2 * MAX_GAP_S, MAX_GAP_S)
+    is_centred = (prev >= 0) & (following >= 0)
+    limit_s = np.where(is_centred, 2 * MAX_GAP_S, MAX_GAP_S)
     usable = (span_s > 0) & (span_s <= limit_s)
     velocity = np.full(centre.shape, np.nan)
-    velocity[usable] = (centre[last] - centre[first])[usable] / span_s[usable, None]
+    moved = centre[last] - centre[first]
+    velocity[usable] = moved[usable] / span_s[usable, None]
     return velocity
 
 
@@ -298,7 +324,8 @@ def validity(lidar: I32, radar: I32) -> tuple[U8, int]:
     """
     has_point = (lidar > 0) | (radar > 0)
     is_unknown = ~has_point & (lidar < 0)
-    return (has_point | is_unknown).astype(np.uint8), int(np.count_nonzero(is_unknown))
+    is_valid = has_point | is_unknown
+    return is_valid.astype(np.uint8), int(np.count_nonzero(is_unknown))
 
 
 def stable_id(token: str) -> int:

@@ -82,10 +82,17 @@ def value_channel(
         return Channel(kind="texts", field=f"{name}.json", **facts)
     if dtype == _BYTES:
         return Channel(kind="bytes", field=f"{name}.bin", **facts)
-    facts |= dict.fromkeys(("allows_nan", "allows_inf"), np.dtype(dtype).kind == "f")
+    is_float = np.dtype(dtype).kind == "f"
+    facts |= {"allows_nan": is_float, "allows_inf": is_float}
     if shape[:1] == (None,):
-        arrays = (ArraySpec("values", dtype, tuple(side or 0 for side in shape[1:])),)
-        return Channel(kind="ragged", field=f"{name}.safetensors", arrays=arrays, **facts)
+        value_shape = tuple(side or 0 for side in shape[1:])
+        arrays = (ArraySpec("values", dtype, value_shape),)
+        return Channel(
+            kind="ragged",
+            field=f"{name}.safetensors",
+            arrays=arrays,
+            **facts,
+        )
     axes = tuple(f"axis{number}" for number in range(len(shape)))
     return Channel(
         kind="array",
@@ -114,7 +121,8 @@ class ValueForms:
             return
         try:
             form = _find_form(name, value)
-            self._forms[name] = _join_forms(self._forms.get(name, form), form)
+            earlier_form = self._forms.get(name, form)
+            self._forms[name] = _join_forms(earlier_form, form)
         except (ValueError, OverflowError) as error:
             self.refused[name] = str(error)
 
@@ -142,7 +150,8 @@ def _find_form(name: str, value: Any) -> _Form:
         )
     if isinstance(value, str | bytes):
         return ("" if isinstance(value, str) else _BYTES), ()
-    if isinstance(value, list) and value and all(isinstance(text, str) for text in value):
+    is_list = isinstance(value, list) and bool(value)
+    if is_list and all(isinstance(text, str) for text in value):
         return _TEXTS, (None,)
     array = np.asarray(value)  # ValueError for lists of differing lengths
     if array.shape == (0,):
@@ -163,7 +172,8 @@ def _join_forms(first_form: _Form, second_form: _Form) -> _Form:
         return dtype, shape if (dtype, shape) == _EMPTY else (None, *shape[1:])
     dtype, shape = first_form
     other_dtype, other_shape = second_form
-    if dtype != other_dtype and not {"", "bool", _BYTES, _TEXTS}.isdisjoint((dtype, other_dtype)):
+    kinds = {dtype, other_dtype}
+    if dtype != other_dtype and kinds & {"", "bool", _BYTES, _TEXTS}:
         raise ValueError(f"samples differ: {dtype or 'text'} and {other_dtype or 'text'}")
     if (len(shape), shape[1:]) != (len(other_shape), other_shape[1:]):
         raise ValueError(f"samples differ in shape: {list(shape)} and {list(other_shape)}")
@@ -198,7 +208,8 @@ def clip_series(
         times, values = clip.series.get(channel.name, frame_series)
         stamps = np.asarray(times, np.int64)
         array = np.asarray(values)
-        array = array.reshape(0, *measurement.shape) if not len(stamps) else array
+        if not len(stamps):
+            array = array.reshape(0, *measurement.shape)
         is_ascending = not (np.diff(stamps) <= 0).any()
         if array.shape != (len(stamps), *measurement.shape) or not is_ascending:
             raise SourceError(
@@ -229,7 +240,8 @@ def value_members(
             )
         if value is not None:
             try:
-                references.append(computed(table[name], encode_value(table[name], value)))
+                data = encode_value(table[name], value)
+                references.append(computed(table[name], data))
             except (MemberError, ValueError, OverflowError) as error:
                 raise SourceError(f"{where}: value '{name}': {error}") from error
     return references
@@ -249,7 +261,9 @@ def encode_value(channel: Channel, value: Any) -> bytes:
         if cast.dtype.kind in "biu" and not np.array_equal(cast, array):
             raise SchemaError(f"{value!r:.100} is not of {dtype}")
         if channel.kind == "ragged":
-            value = {"values": cast if cast.size else cast.reshape(0, *channel.arrays[0].shape)}
+            if not cast.size:
+                cast = cast.reshape(0, *channel.arrays[0].shape)
+            value = {"values": cast}
         else:
             value = cast
     return KINDS[channel.kind].encode(value, channel)
@@ -343,14 +357,17 @@ def signals(
     Of the first sample they are those of the last 0.5 s. A sample without a message has no member.
     """
     ends = np.searchsorted(stamp_ns, times_ns, "right").tolist()
-    first = int(np.searchsorted(stamp_ns, times_ns[0] - _BESIDE_NS, "right"))
+    start_ns = times_ns[0] - _BESIDE_NS
+    first = int(np.searchsorted(stamp_ns, start_ns, "right"))
     members: list[list[Reference]] = []
     for begin, end, time_ns in zip([first, *ends], ends, times_ns, strict=False):
+        if begin >= end:
+            members.append([])
+            continue
         ages_s = (time_ns - stamp_ns[begin:end, None]) * 1e-9
         rows = np.concatenate([ages_s, values[begin:end]], 1)
-        members.append(
-            [computed(channel, KINDS[channel.kind].encode(rows, channel))] if begin < end else []
-        )
+        data = KINDS[channel.kind].encode(rows, channel)
+        members.append([computed(channel, data)])
     return members
 
 
@@ -367,9 +384,9 @@ def signal_series(
     """
     stamps, rows = np.unique(stamp_ns, return_index=True)
     if times_ns:
-        first, end = np.searchsorted(
-            stamps, (times_ns[0] - _BESIDE_NS, times_ns[-1] + _BESIDE_NS + 1)
-        )
+        start_ns = times_ns[0] - _BESIDE_NS
+        end_ns = times_ns[-1] + _BESIDE_NS + 1
+        first, end = np.searchsorted(stamps, (start_ns, end_ns))
         stamps = stamps[first:end]
         rows = rows[first:end]
     return stamps, values[rows]
@@ -394,7 +411,9 @@ def image_boxes(
         if rows is None or camera not in cameras:
             continue
         box = np.asarray(rows.box, np.float64).reshape(-1, 4)
-        is_ordered = (box[:, 2:] >= box[:, :2]).all(1)
+        low = box[:, :2]
+        high = box[:, 2:]
+        is_ordered = (high >= low).all(1)
         bad = ~(np.isfinite(box).all(1) & is_ordered)
         if bad.any():
             row = int(np.argmax(bad))
@@ -413,13 +432,15 @@ def image_boxes(
             "instance_id": np.array([stable_id(name) if name else -1 for name in tracks], np.int64),
             "visible": np.ones(number, np.uint8),
         }
-        references.append(computed(channel, KINDS[channel.kind].encode(value, channel)))
+        data = KINDS[channel.kind].encode(value, channel)
+        references.append(computed(channel, data))
     return references
 
 
 def computed(channel: Channel, data: bytes) -> Reference:
     """Return the reference of a member of these bytes."""
-    return Reference(channel.field, COMPUTED + base64.b85encode(data).decode(), len(data))
+    text = base64.b85encode(data).decode()
+    return Reference(channel.field, COMPUTED + text, len(data))
 
 
 def computed_bytes(ref: str) -> bytes:

@@ -99,7 +99,8 @@ def loaded(option: ClassOption) -> ClassOption:
 
 def count_column(name: str) -> str:
     """Return the attribute that counts the boxes of a class."""
-    return "num_" + (re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_") or "unnamed")
+    slug = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
+    return f"num_{slug or 'unnamed'}"
 
 
 class ClassMap:
@@ -143,7 +144,8 @@ class ClassMap:
             elif self._mapping is not None:
                 label = self._mapping.get(name)
             else:
-                label = _OF_OTHERS.get(re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_"))
+                slug = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
+                label = _OF_OTHERS.get(slug)
             numbers[name] = -1 if label is None else self.names.index(label)
         if counted:
             self._counts.update(categories)

@@ -89,7 +89,9 @@ class Part(msgspec.Struct, frozen=True, gc=False):
 
 def is_inside(name: str) -> bool:
     """Return whether a file name does not lead out of the source's root."""
-    return not (name.startswith("/") or "\0" in name or (".." in name and ".." in name.split("/")))
+    if name.startswith("/") or "\0" in name:
+        return False
+    return ".." not in name or ".." not in name.split("/")
 
 
 def check_inside(name: str, where: str) -> None:
@@ -245,8 +247,14 @@ class MemberFinder:
             check_inside(name, where)
         facts = facts_by_name(self.files, names)
         stored = {ref: parts[ref] for ref in looked_at if facts[parts[ref].name]}
-        stored_heads = image_heads(self.files, list(stored.values()), facts, self.policy.depth)
-        heads = self._judge_heads(where, looked_at, zip(stored, stored_heads, strict=True))
+        stored_heads = image_heads(
+            self.files,
+            parts=list(stored.values()),
+            facts=facts,
+            depth=self.policy.depth,
+        )
+        stored_results = zip(stored, stored_heads, strict=True)
+        heads = self._judge_heads(where, looked_at, stored_results)
         if made_images:
             looks_at_made = made_heads(self.make_images, list(made_images), self.policy.depth)
             by_ref = ((MADE_PREFIX + ref, head) for ref, head in looks_at_made)
@@ -281,7 +289,10 @@ class MemberFinder:
                         row[lidar.channel] = "no sweep" if sweep is None else sweep.absent
                     else:
                         row[lidar.channel] = self._find_sweep(
-                            place, lidar.channel, sweep, known_files
+                            place,
+                            channel=lidar.channel,
+                            sweep=sweep,
+                            known_files=known_files,
                         )
             rows_found.append(row)
             members.append(self._find_members(place, frame, facts))
@@ -383,7 +394,8 @@ class MemberFinder:
         image: Image,
         known_files: _KnownFiles,
     ) -> Entry:
-        if not (0 <= image.width <= LARGEST_IMAGE and 0 <= image.height <= LARGEST_IMAGE):
+        has_size = 0 <= image.width <= LARGEST_IMAGE and 0 <= image.height <= LARGEST_IMAGE
+        if not has_size:
             stated = (
                 f"{image.width} x {image.height} px; allowed are 1 to {LARGEST_IMAGE}, and 0 "
                 "for unknown"
@@ -450,7 +462,8 @@ class MemberFinder:
             return self._note_damage(
                 f"{place}, {channel}: image {image_file}", " is empty (0 bytes)"
             )
-        if end > file_facts.num_bytes or not num_bytes or image.num_bytes not in (None, num_bytes):
+        has_stated = image.num_bytes in (None, num_bytes)
+        if end > file_facts.num_bytes or not num_bytes or not has_stated:
             stated = "" if image.num_bytes is None else f", stated are {image.num_bytes}"
             return self._note_damage(
                 f"{place}, {channel}: image '{image.ref}'",
@@ -459,9 +472,16 @@ class MemberFinder:
         if isinstance(head, ConvertiblePng):
             self.report.note(CONVERTED, 1)
             estimate = size[0] * size[1] * head.num_components
-            reference = Reference(name, PLAIN + image.ref, estimate, *size, is_estimate=True)
+            reference = Reference(
+                name,
+                PLAIN + image.ref,
+                estimate,
+                *size,
+                is_estimate=True,
+            )
             return StampedReference(reference, file_facts.stamp)
-        return StampedReference(Reference(name, image.ref, num_bytes, *size), file_facts.stamp)
+        reference = Reference(name, image.ref, num_bytes, *size)
+        return StampedReference(reference, file_facts.stamp)
 
     def _find_sweep(
         self,
@@ -503,10 +523,12 @@ class MemberFinder:
 
 def _find_extension(image: Image) -> str:
     """Return the stated extension, or that of the name; "" where neither is one that is stored."""
-    extension = EXTENSION_OF.get(image.extension or image.ref[image.ref.rfind(".") + 1 :])
+    suffix = image.ref[image.ref.rfind(".") + 1 :]
+    extension = EXTENSION_OF.get(image.extension or suffix)
     if extension is not None:
         return extension
-    stated = image.extension or image.ref.partition("#")[0].rpartition(".")[2].lower()
+    path = image.ref.partition("#")[0]
+    stated = image.extension or path.rpartition(".")[2].lower()
     return EXTENSION_OF.get(stated, "")
 
 

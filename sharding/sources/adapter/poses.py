@@ -60,13 +60,15 @@ def are_poses(q: F64, t: F64) -> Mask:
     """Return whether quaternions (..., 4) are of unit length and translations (..., 3) within
     ``FARTHEST_M``.
     """
-    return np.asarray((np.abs(t) <= FARTHEST_M).all(-1) & are_unit(q))
+    is_near = (np.abs(t) <= FARTHEST_M).all(-1)
+    return np.asarray(is_near & are_unit(q))
 
 
 def are_unit(q: F64) -> Mask:
     """Return whether quaternions (..., 4) are of unit length."""
     with np.errstate(over="ignore"):
-        return np.asarray(np.abs(np.linalg.norm(q, axis=-1) - 1) <= MAX_SKEW)
+        length = np.linalg.norm(q, axis=-1)
+    return np.asarray(np.abs(length - 1) <= MAX_SKEW)
 
 
 def nearest_rigid(matrices: F64) -> tuple[F64, Mask]:
@@ -77,19 +79,23 @@ def nearest_rigid(matrices: F64) -> tuple[F64, Mask]:
     nearest rotation of M is U V^T of its singular value decomposition (Horn et al. 1988).
     """
     number = len(matrices)
-    if number > 1 and (matrices == matrices[0]).all():  # of a sensor that stays where it is
+    is_fixed = number > 1 and (matrices == matrices[0]).all()
+    if is_fixed:  # of a sensor that stays where it is
         matrices, sound = nearest_rigid(matrices[:1])
         return np.repeat(matrices, number, 0), np.repeat(sound, number)
     with np.errstate(all="ignore"):
         numbers = np.moveaxis(matrices, 0, -1).copy()  # numpy is slow where the last axis is short
-        rotation = a, b, c = numbers[:3, :3]
+        rotation = numbers[:3, :3]
         squared = np.einsum("ijp,kjp->ikp", rotation, rotation)
-        skew = np.abs(squared - np.eye(3)[..., None]).max((0, 1))
+        difference = squared - np.eye(3)[..., None]
+        skew = np.abs(difference).max((0, 1))
+        a, b, c = rotation
         following = [1, 2, 0]
         preceding = [2, 0, 1]
         cross = b[following] * c[preceding] - b[preceding] * c[following]
         determinant = (a * cross).sum(0)
-        sound = (skew <= MAX_SKEW) & (determinant > 0)
+        sound = skew <= MAX_SKEW
+        sound &= determinant > 0
         sound &= (np.abs(numbers) <= FARTHEST_M).all((0, 1))
         sound &= (numbers[3] == _LAST_ROW).all(0)
         rounded = sound & (skew > _ROUNDED)
@@ -105,8 +111,8 @@ def quaternions(matrices: F64) -> F64:
     (Shepperd 1978).
     """
     m = np.moveaxis(matrices, 0, -1)
-    trace = m[0, 0] + m[1, 1] + m[2, 2]
     axes = (m[0, 0], m[1, 1], m[2, 2])
+    trace = axes[0] + axes[1] + axes[2]
     squares = np.stack([trace, *axes], 1)
     # Row k of each: 4 q_k * q.
     products = np.empty((len(matrices), 4, 4))
@@ -123,8 +129,10 @@ def quaternions(matrices: F64) -> F64:
         total = m[first, second] + m[second, first]
         products[:, first + 1, second + 1] = total
         products[:, second + 1, first + 1] = total
-    largest = products[np.arange(len(matrices)), squares.argmax(1)]
-    return np.asarray(largest / np.linalg.norm(largest, axis=1, keepdims=True))
+    rows = np.arange(len(matrices))
+    largest = products[rows, squares.argmax(1)]
+    lengths = np.linalg.norm(largest, axis=1, keepdims=True)
+    return np.asarray(largest / lengths)
 
 
 class Trajectory:
@@ -147,14 +155,16 @@ class Trajectory:
         ``where``.
         """
         times = np.asarray(timestamp_ns)
-        if times.dtype.kind not in "iu" or times.shape != (len(ego2global),):
+        is_integer = times.dtype.kind in "iu"
+        if not is_integer or times.shape != (len(ego2global),):
             raise SourceError(
                 f"{where}: times are {times.dtype}{list(times.shape)}, wanted integers, one "
                 "for each pose"
             )
         times = times.astype(np.int64)
-        if len(times) and (np.diff(times) <= 0).any():
-            row = int(np.argmax(np.diff(times) <= 0)) + 1
+        is_backward = np.diff(times) <= 0
+        if is_backward.any():
+            row = int(np.argmax(is_backward)) + 1
             raise SourceError(
                 f"{where}: row {row} has the time {times[row]}, not later than "
                 f"{times[row - 1]} before it"
@@ -177,18 +187,22 @@ class Trajectory:
         poses = np.full((len(times), 4, 4), np.nan)
         if not len(self._times):
             return poses
-        after = np.minimum(np.searchsorted(self._times, times), len(self._times) - 1)
-        exact = self._times[after] == times
+        last_row = len(self._times) - 1
+        after = np.minimum(np.searchsorted(self._times, times), last_row)
+        time_after = self._times[after]
+        exact = time_after == times
         poses[exact] = self._matrices[after[exact]]
         before = np.maximum(after - 1, 0)
-        gap = self._times[after] - self._times[before]
+        time_before = self._times[before]
+        gap = time_after - time_before
         between = ~exact & (gap <= self._max_gap_ns)
-        between &= (self._times[before] < times) & (times < self._times[after])
+        between &= (time_before < times) & (times < time_after)
         if not between.any():
             return poses
         first = before[between]
         last = after[between]
-        share = (times[between] - self._times[first]) / gap[between]
+        passed = times[between] - time_before[between]
+        share = passed / gap[between]
         start = self._matrices[first, :3, 3]
         step = self._matrices[last, :3, 3] - start
         moved = start + share[:, None] * step
@@ -196,14 +210,17 @@ class Trajectory:
         q_first = self._q[first]
         q_last = self._q[last]
         cosine = np.einsum("ti,ti->t", q_first, q_last)
-        q_last = np.where(cosine[:, None] < 0, -q_last, q_last)
+        is_opposite = cosine[:, None] < 0
+        q_last = np.where(is_opposite, -q_last, q_last)
         angle = np.arccos(np.clip(np.abs(cosine), 0, 1))
         sine = np.sin(angle)
         close = sine < 1e-9
         safe = np.where(close, 1.0, sine)
         rest = 1 - share
-        a = np.where(close, rest, np.sin(rest * angle) / safe)
-        b = np.where(close, share, np.sin(share * angle) / safe)
-        q = np.asarray(a[:, None] * q_first + b[:, None] * q_last)
-        poses[between] = rigid(q, moved)
+        arc_first = np.sin(rest * angle) / safe
+        arc_last = np.sin(share * angle) / safe
+        a = np.where(close, rest, arc_first)
+        b = np.where(close, share, arc_last)
+        q = a[:, None] * q_first + b[:, None] * q_last
+        poses[between] = rigid(np.asarray(q), moved)
         return poses

@@ -136,7 +136,8 @@ def clip_id(name: str, token: str = "", *, is_taken: bool = False) -> str:
     if _CLIP_ID.match(name) and not name.startswith("__") and not is_taken:
         return name
     slug = re.sub(r"[^a-z0-9_-]+", "-", name.lower())[:48].strip("-_")
-    return f"{slug or 'clip'}-{hashlib.sha256((token or name).encode()).hexdigest()[:8]}"
+    digest = hashlib.sha256((token or name).encode()).hexdigest()
+    return f"{slug or 'clip'}-{digest[:8]}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,7 +182,12 @@ class ClipRows:
         times = np.array([frame.timestamp_ns for frame in frames])
         due = set(thinned(times, rate).tolist())
         frames = [frame for frame in frames if frame.timestamp_ns in due]
-        arrays = clip_arrays(self.sensors, frames, trajectory, has_poses=self.has_poses)
+        arrays = clip_arrays(
+            self.sensors,
+            frames,
+            trajectory,
+            has_poses=self.has_poses,
+        )
         stamp = self._compute_stamp(clip)
         finder = MemberFinder(
             files=self.files,
@@ -192,16 +198,19 @@ class ClipRows:
             policy=self.policy,
             make_images=self.make_images,
         )
-        images_found, members_found = finder.find(
-            where, frames, ~np.isnan(arrays.cam_ego2global[..., 0, 0])
-        )
+        has_pose = ~np.isnan(arrays.cam_ego2global[..., 0, 0])
+        images_found, members_found = finder.find(where, frames, has_pose)
         mask = self._select_frames(where, frames, images_found, arrays)
         self._check_sweep_poses(where, images_found, mask, arrays)
         boxes = self._convert_boxes(where, frames, mask, arrays)
         order = np.flatnonzero(mask)
         if not len(order):
             return
-        self.out.begin_clip(clip.id or clip_id(clip.name), clip.name, clip.token or clip.name)
+        self.out.begin_clip(
+            clip.id or clip_id(clip.name),
+            clip_name=clip.name,
+            clip_token=clip.token or clip.name,
+        )
         facts = _ClipFacts(
             rows=self,
             clip=clip,
@@ -292,14 +301,17 @@ class ClipRows:
                     f"{where}: the time of frame {number}, {frame.timestamp_ns} ns, {problem}"
                 )
             before = frame.timestamp_ns
-            if not (frame.images.keys() <= channels and frame.sweeps.keys() <= channels):
-                unknown = (frame.images.keys() | frame.sweeps.keys()) - channels
+            channels_of_frame = frame.images.keys() | frame.sweeps.keys()
+            if not channels_of_frame <= channels:
+                unknown = channels_of_frame - channels
                 names = ", ".join(sorted(channels))
                 raise SourceError(
                     f"{where}: frame {number} has the sensor '{min(unknown)}', the rig has {names}"
                 )
         steps_s = np.diff([frame.timestamp_ns for frame in frames]) * 1e-9
-        hole_s = max(_HOLE_S, _HOLE_STEPS * float(np.median(steps_s))) if len(steps_s) else _HOLE_S
+        hole_s = _HOLE_S
+        if len(steps_s):
+            hole_s = max(_HOLE_S, _HOLE_STEPS * float(np.median(steps_s)))
         self.report.note(_HOLES, int(np.count_nonzero(steps_s > hole_s)))
 
     def _compute_stamp(self, clip: Clip) -> str:
@@ -391,7 +403,8 @@ class ClipRows:
         arrays: ClipArrays,
     ) -> None:
         """Note the sweeps of samples that have no ego pose."""
-        is_unplaced = np.isnan(arrays.lidar_ego2global[..., 0, 0]) & mask[:, None]
+        has_no_pose = np.isnan(arrays.lidar_ego2global[..., 0, 0])
+        is_unplaced = has_no_pose & mask[:, None]
         for number, lidar in enumerate(self.sensors.lidars):
             for frame_number in np.flatnonzero(is_unplaced[:, number]).tolist():
                 if isinstance(
@@ -452,7 +465,8 @@ class ClipRows:
                 sizes.append((-1, -1) if image is None else (image.width, image.height))
         shape = (len(images_found), len(channels))
         mask = np.array(is_there, np.bool_).reshape(shape)
-        return np.array(sizes, np.int32).reshape(*shape, 2), mask
+        size_pairs = np.array(sizes, np.int32)
+        return size_pairs.reshape(*shape, 2), mask
 
     def _note_cameras(
         self,
@@ -517,7 +531,8 @@ class _ClipFacts:
         self._cameras = [camera.channel for camera in rows.sensors.cameras]
         names = [count_column(name) for name in rows.classes.names]
         is_column = [name in rows.columns for name in names]
-        self._counted = [name for name, is_one in zip(names, is_column, strict=True) if is_one]
+        columns = zip(names, is_column, strict=True)
+        self._counted = [name for name, has_column in columns if has_column]
         self._counts = boxes.class_counts[:, is_column].tolist()
         self._num_boxes = [
             None if data is None else number

@@ -92,15 +92,15 @@ class FrameSettings(Settings, frozen=True, kw_only=True):
     missing_camera: Annotated[
         Literal["error", "mask", "drop"],
         Meta(
-            description="a frame without the image of a camera: error; mask (leave the member out, mark "
-            "it invalid); drop (leave the frame out)"
+            description="a frame without the image of a camera: error; mask (leave the member "
+            "out, mark it invalid); drop (leave the frame out)"
         ),
     ] = "error"
     damaged_image: Annotated[
         Literal["error", "mask", "drop"],
         Meta(
-            description="an image that check_images finds damaged: error; mask (leave the member out, "
-            "mark it invalid); drop (leave the frame out)"
+            description="an image that check_images finds damaged: error; mask (leave the member "
+            "out, mark it invalid); drop (leave the frame out)"
         ),
     ] = "error"
     max_damaged: Annotated[MaxDamaged, Meta(description=MAX_DAMAGED)] = 0.01
@@ -122,7 +122,7 @@ class FrameSource(Generic[S]):
 
     Attributes:
         kind: the word in front of the location: ``KIND:PATH``.
-        settings: the options, a subclass of :class:`FrameSettings`.
+        settings_type: the type of the options, a subclass of :class:`FrameSettings`.
         requires: modules beyond Fuelrail's own dependencies, to what brings them to `pip install`.
         reads: "clip" where made images are slow to make unless a clip is read in order, as from
             video.
@@ -140,15 +140,15 @@ class FrameSource(Generic[S]):
         box_attributes: names that ``BoxRows.attribute`` counts.
         license: of the data, where the source states it.
 
-    ``self.given`` are the options, ``self.files`` the files below the root, ``self.file`` the name
-    of the one file that the location is, None for a folder or a URL. ``self.depth`` is how much of
-    each image this scan looks at. ``self.stored`` is how the run stores images, where it makes them
-    smaller: an adapter that decodes images itself makes them so, as `StoredJpeg`. What an adapter
-    counts in ``self.noted`` during the scan is reported.
+    ``self.settings`` are the options, ``self.files`` the files below the root, ``self.file`` the
+    name of the one file that the location is, None for a folder or a URL. ``self.depth`` is how
+    much of each image this scan looks at. ``self.stored`` is how the run stores images, where it
+    makes them smaller: an adapter that decodes images itself makes them so, as `StoredJpeg`. What
+    an adapter counts in ``self.noted`` during the scan is reported.
     """
 
     kind: str
-    settings: type[FrameSettings] = FrameSettings
+    settings_type: type[FrameSettings] = FrameSettings
     requires: ClassVar[Mapping[str, str]] = {}
     reads: Reads = "random"
     time_base: str = "unix"
@@ -164,21 +164,22 @@ class FrameSource(Generic[S]):
     depth: Depth = "head"
     stored: JpegForm | None = None
 
-    given: S
+    settings: S
 
     def __init__(self, location: str, options: dict[str, Any]) -> None:
         """Take the options and the root; reads nothing."""
-        settings_given = convert(options, self.settings, f"options of source {self.kind}")
-        self.given = msgspec.structs.replace(settings_given, classes=loaded(settings_given.classes))  # type: ignore[assignment]
+        settings = convert(options, self.settings_type, f"options of source {self.kind}")
+        settings = msgspec.structs.replace(settings, classes=loaded(settings.classes))
+        self.settings = settings  # type: ignore[assignment]
         self.location = location
         self.noted = Counter[str]()
         path = Path(location.removeprefix("file://"))
-        self.file = path.name if not is_url(location) and os.path.isfile(path) else None  # noqa: PTH113 - False for any name
-        self.files = (
-            source_files(location)
-            if self.file is None
-            else source_files(str(path.parent), path.name)
-        )
+        is_file = not is_url(location) and os.path.isfile(path)  # noqa: PTH113 - False for any name
+        self.file = path.name if is_file else None
+        if is_file:
+            self.files = source_files(str(path.parent), path.name)
+        else:
+            self.files = source_files(location)
 
     # What an adapter has.
 
@@ -230,7 +231,8 @@ class FrameSource(Generic[S]):
     def options(self) -> dict[str, Any]:
         """All options; a mapping file of classes as what it says."""
         # Stored options have no tuples.
-        values: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self.given))
+        encoded = msgspec.json.encode(self.settings)
+        values: dict[str, Any] = msgspec.json.decode(encoded)
         return recorded(values)
 
     @property
@@ -244,10 +246,10 @@ class FrameSource(Generic[S]):
             return self._scan(out)
 
     def _classes(self) -> ClassMap:
-        return ClassMap(self.given.classes, self.category_names())
+        return ClassMap(self.settings.classes, self.category_names())
 
     def _scan(self, out: ScanWriter) -> ScanInfo:
-        options = self.given
+        options = self.settings
         self.depth = out.depth(options.check_images, options.damaged_image)
         policy = ImagePolicy(
             missing=options.missing_camera,
@@ -268,8 +270,13 @@ class FrameSource(Generic[S]):
             *([self.maps.channel] if self.maps is not None else ()),
         )
         # Of logs, `cameras` names topics besides.
-        names = self.given.cameras if isinstance(self.given.cameras, tuple) else ()
-        sensors, channels, left_out = _select_sensors(sensors, channels, names, self.files.shown)
+        names = self.settings.cameras if isinstance(self.settings.cameras, tuple) else ()
+        sensors, channels, left_out = _select_sensors(
+            sensors,
+            channels=channels,
+            names=names,
+            where=self.files.shown,
+        )
         rows = ClipRows(
             out=out,
             files=self.files,
@@ -280,7 +287,7 @@ class FrameSource(Generic[S]):
             columns=columns,
             policy=policy,
             sync=self.sync,
-            points=self.given.points,
+            points=self.settings.points,
             has_poses=self.has_poses,
             is_unix=self.time_base == "unix",
             make_images=self.make_images,
@@ -300,7 +307,12 @@ class FrameSource(Generic[S]):
                     for frame in frames
                     for image in frame.images.values()
                 )
-                rows.add(clip, frames, self.poses(clip), self.given.rate)
+                rows.add(
+                    clip,
+                    frames=frames,
+                    trajectory=self.poses(clip),
+                    rate=self.settings.rate,
+                )
             if clip.split and out.clips and out.clips[-1].clip_name == clip.name:
                 splits.setdefault(clip.split, []).append(clip.name)
         with findings.collecting("classes"):
@@ -314,7 +326,8 @@ class FrameSource(Generic[S]):
             summary = (type(self).__doc__ or "").strip().partition("\n")[0]
             patterns = CONTENTS.get(self.kind)
             looked_for = f"; looked for {', '.join(patterns)}" if patterns else ""
-            contents = ", ".join(map(shortened, self.files.listed()[:_MOST_LISTED])) or "nothing"
+            files = self.files.listed()[:_MOST_LISTED]
+            contents = ", ".join(map(shortened, files)) or "nothing"
             raise SourceError(
                 f"the {self.kind} source '{self.files.shown}' has no clips{looked_for}; in "
                 f"it is {contents}; the kind is for: {summary}"
@@ -367,7 +380,8 @@ class FrameSource(Generic[S]):
         if ref.startswith(POINTS):
             return encode_points(self.points(ref.removeprefix(POINTS)))
         if ref.startswith(MADE_PREFIX):
-            return next(self.make_images([ref.removeprefix(MADE_PREFIX)]))[1]
+            made_ref = ref.removeprefix(MADE_PREFIX)
+            return next(self.make_images([made_ref]))[1]
         image = ref.removeprefix(PLAIN)
         if image != ref:
             return plain_png(self._read_bytes(image))

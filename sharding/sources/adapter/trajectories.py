@@ -65,4 +65,5 @@ def ego_trajectory(
     value[exists, 3] = np.arctan2(poses[:, 1, 0], poses[:, 0, 0])
     value[exists, 4] = time_s
     value[:, 5] = exists
-    return computed(EGO, KINDS[EGO.kind].encode(value.astype(np.float32), EGO))
+    data = KINDS[EGO.kind].encode(value.astype(np.float32), EGO)
+    return computed(EGO, data)

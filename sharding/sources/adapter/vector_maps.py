@@ -44,7 +44,8 @@ class VectorMap(NamedTuple):
         if not lines:
             return cls([], [], np.empty((0, 4)))
         points = np.concatenate(lines)
-        starts = np.cumsum([0, *map(len, lines[:-1])])
+        lengths = [len(line) for line in lines[:-1]]
+        starts = np.cumsum([0, *lengths])
         low = np.minimum.reduceat(points, starts)
         high = np.maximum.reduceat(points, starts)
         bounds = np.concatenate([low, high], 1)
@@ -52,7 +53,8 @@ class VectorMap(NamedTuple):
         if not is_finite.all():
             row = int(np.argmin(is_finite))
             line = lines[row]
-            bad = line[~np.isfinite(line).all(1)][0]
+            bad_vertices = line[~np.isfinite(line).all(1)]
+            bad = bad_vertices[0]
             raise SourceError(
                 f"{where}: line {row} has a vertex at {bad.tolist()}; wanted are finite numbers [m]"
             )
@@ -75,9 +77,17 @@ class MapWindows:
         poses = ego2global[:, :3].reshape(-1, 12)
         members: list[list[Reference]] = []
         for matrix in poses.tolist():
-            ref = MAP + msgspec.json.encode((place, matrix)).decode()
-            member = Reference(self.channel.field, ref, WINDOW_BYTES, is_estimate=True)
-            members.append([member] if math.isfinite(matrix[0]) else [])
+            if not math.isfinite(matrix[0]):
+                members.append([])
+                continue
+            text = msgspec.json.encode((place, matrix)).decode()
+            member = Reference(
+                name=self.channel.field,
+                ref=MAP + text,
+                bytes=WINDOW_BYTES,
+                is_estimate=True,
+            )
+            members.append([member])
         return members
 
     def make_window(self, place: str, ego2global: F64) -> Reference:
@@ -114,11 +124,15 @@ def map_channel(layers: Sequence[str]) -> Channel:
     )
 
 
-def encoded_window(vector_map: VectorMap, ego2global: Sequence[float], channel: Channel) -> bytes:
+def encoded_window(
+    vector_map: VectorMap,
+    ego2global: Sequence[float],
+    channel: Channel,
+) -> bytes:
     """Return the bytes of a :func:`window` about an ego pose of 12 numbers, row by row."""
-    return KINDS[channel.kind].encode(
-        window(vector_map, np.array(ego2global).reshape(3, 4)), channel
-    )
+    pose = np.array(ego2global).reshape(3, 4)
+    arrays = window(vector_map, pose)
+    return KINDS[channel.kind].encode(arrays, channel)
 
 
 def window(vector_map: VectorMap, ego2global: F64) -> dict[str, NDArray[np.generic]]:
@@ -127,12 +141,15 @@ def window(vector_map: VectorMap, ego2global: F64) -> dict[str, NDArray[np.gener
     """
     place = ego2global[:2, 3]
     reach = HALF_M * 2**0.5 * 1.1
-    near = (vector_map.bounds[:, :2] <= place + reach).all(1)
-    near &= (vector_map.bounds[:, 2:] >= place - reach).all(1)
+    low = vector_map.bounds[:, :2]
+    high = vector_map.bounds[:, 2:]
+    near = (low <= place + reach).all(1)
+    near &= (high >= place - reach).all(1)
     pieces = []
     layers = []
+    turn = ego2global[:2, :2]
     for row in np.flatnonzero(near).tolist():
-        in_ego = (vector_map.lines[row] - place) @ ego2global[:2, :2]
+        in_ego = (vector_map.lines[row] - place) @ turn
         for piece in cut(in_ego):
             pieces.append(piece)
             layers.append(vector_map.layers[row])
@@ -163,16 +180,24 @@ def cut(line: F64) -> Iterator[F64]:
         for sign in (1.0, -1.0):
             speed = sign * step[:, axis]
             room = HALF_M - sign * start[:, axis]
-            share = np.divide(room, speed, out=np.zeros_like(room), where=speed != 0)
+            share = np.divide(
+                room,
+                speed,
+                out=np.zeros_like(room),
+                where=speed != 0,
+            )
             last = np.where(speed > 0, np.minimum(last, share), last)
             first = np.where(speed < 0, np.maximum(first, share), first)
-            last = np.where((speed == 0) & (room < 0), -1.0, last)
+            is_outside = (speed == 0) & (room < 0)
+            last = np.where(is_outside, -1.0, last)
     piece: list[F64] = []
     for segment in np.flatnonzero(first < last).tolist():
         begin = start[segment] + first[segment] * step[segment]
         end = start[segment] + last[segment] * step[segment]
         before = segment - 1
-        if piece and (first[segment] > 0 or last[before] < 1 or first[before] >= last[before]):
+        enters = first[segment] > 0
+        has_gap = last[before] < 1 or first[before] >= last[before]
+        if piece and (enters or has_gap):
             yield np.stack(piece)
             piece = []
         piece += [end] if piece else [begin, end]

@@ -145,14 +145,15 @@ class VideoSource(FrameSource[S]):
     A clip names its videos in ``files``. Frames are decoded in order, each once, clip by clip.
     """
 
-    settings: type[VideoSettings] = VideoSettings
+    settings_type: type[VideoSettings] = VideoSettings
     requires: ClassVar[Mapping[str, str]] = {"av": "fuelrail[video]"}
     reads: Reads = "clip"
 
     def __init__(self, location: str, options: dict[str, Any]) -> None:
         super().__init__(location, options)
-        self.given.check_libraries()
-        self._videos = Videos(self.files, only_keyframes=self.given.frames == "keyframes")
+        self.settings.check_libraries()
+        only_keyframes = self.settings.frames == "keyframes"
+        self._videos = Videos(self.files, only_keyframes=only_keyframes)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -169,4 +170,5 @@ class VideoSource(FrameSource[S]):
 
     def make_images(self, refs: Sequence[str]) -> Iterator[tuple[str, bytes]]:
         """Decode frames of video, each once."""
-        return self._videos.jpegs(refs, self.stored or JpegForm(self.given.video_quality))
+        form = self.stored or JpegForm(self.settings.video_quality)
+        return self._videos.jpegs(refs, form)

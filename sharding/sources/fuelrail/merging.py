@@ -59,7 +59,12 @@ def check_alike(datasets: Sequence[Dataset]) -> None:
         tables = []
         for dataset in (first, second):
             alike = [
-                msgspec.structs.replace(channel, codec="", description="", source_name="")
+                msgspec.structs.replace(
+                    channel,
+                    codec="",
+                    description="",
+                    source_name="",
+                )
                 for channel in dataset.manifest.extra_channels
             ]
             tables.append({channel.name: msgspec.to_builtins(channel) for channel in alike})

@@ -94,7 +94,8 @@ class DatasetPart:
         clips = index.texts("clip_id").dictionary_encode().combine_chunks()
         ids = np.array(clips.dictionary.to_pylist(), dtype=object)
         rank = np.argsort(np.argsort(ids, kind="stable"))
-        rows = np.lexsort((index.column("frame"), rank[clips.indices.to_numpy()]))
+        clip_ranks = rank[clips.indices.to_numpy()]
+        rows = np.lexsort((index.column("frame"), clip_ranks))
         names = list(self.attribute_types)
         table = disk.table(self.dataset.attributes_file().batches(names)) if names else None
 
@@ -102,7 +103,9 @@ class DatasetPart:
             # Few attributes are Python objects at a time.
             for first in range(0, len(rows), _ROWS_AT_ONCE):
                 part = rows[first : first + _ROWS_AT_ONCE]
-                values = [{} for _ in part] if table is None else disk.take(table, part).to_pylist()
+                values: list[dict[str, Any]] = [{} for _ in part]
+                if table is not None:
+                    values = disk.take(table, part).to_pylist()
                 for number, attributes in zip(part.tolist(), values, strict=True):
                     yield StoredSample(number, self._read_row(number), attributes)
 
@@ -112,8 +115,9 @@ class DatasetPart:
     def small_members(self, row: IndexRow) -> dict[str, Any]:
         """Decode metadata, geometry and boxes without reading the rest of the span."""
         entries = [entry for entry in row.members if entry.name in INLINE]
+        begin = min((entry.offset for entry in entries), default=0)
         end = max((entry.offset + entry.stored_bytes for entry in entries), default=0)
-        if min((entry.offset for entry in entries), default=0) < 0 or end > codecs.MAX_SAMPLE_BYTES:
+        if begin < 0 or end > codecs.MAX_SAMPLE_BYTES:
             raise SourceError(
                 f"dataset '{self.dataset.location}' is damaged: members outside of sample "
                 f"'{row.key}'"
@@ -163,7 +167,12 @@ class DatasetPart:
             shard = self.dataset.shards.name_of(row)
             try:
                 check_span(row, span, shard)
-                members = read_members(row, span, shard, dictionary=self.dataset.dictionary)
+                members = read_members(
+                    row,
+                    span=span,
+                    shard=shard,
+                    dictionary=self.dataset.dictionary,
+                )
                 decode_sample(row.key, members, self.fields)
             except (ShardError, MemberError) as error:
                 raise SourceError(

@@ -74,7 +74,7 @@ class FuelrailSource:
     """Fuelrail datasets: a folder or a URL, or several, each on a line of its own."""
 
     kind = "fuelrail"
-    settings = FuelrailOptions
+    settings_type = FuelrailOptions
     requires: ClassVar[Mapping[str, str]] = {}
     reads: Reads = "random"
 
@@ -142,8 +142,14 @@ class FuelrailSource:
         for clip, number in owners:
             # A part's samples come clip by clip in the order of the ids, as the owners do.
             for position, sample in enumerate(next(walks[number])):
-                stored = sample._replace(attributes={**dict.fromkeys(types), **sample.attributes})
-                self._append_sample(out, number, stored, begins=None if position else clip)
+                attributes = {**dict.fromkeys(types), **sample.attributes}
+                stored = sample._replace(attributes=attributes)
+                self._append_sample(
+                    out,
+                    number=number,
+                    stored=stored,
+                    begins=None if position else clip,
+                )
         first = manifests[0]
         splits: dict[str, list[str]] = {}
         for part in self._parts:
@@ -213,7 +219,12 @@ class FuelrailSource:
                     stats["max_sync_offset_ns"] = max(offsets, default=0)
                 if "dropped" in sync:
                     sync["dropped"] = [name for name in sync["dropped"] if name in self._cameras]
-                meta = msgspec.structs.replace(meta, cameras=cameras, stats=stats, sync=sync)
+                meta = msgspec.structs.replace(
+                    meta,
+                    cameras=cameras,
+                    stats=stats,
+                    sync=sync,
+                )
                 if "num_cameras" in attributes:
                     attributes["num_cameras"] = int(sample.geometry.cam_valid.sum())
         except SchemaError as error:
@@ -246,7 +257,8 @@ class FuelrailSource:
                 or (is_points and not self._options.points)
             ):
                 continue
-            camera = meta.cameras.get(member.name.partition(".")[0])
+            camera_name = member.name.partition(".")[0]
+            camera = meta.cameras.get(camera_name)
             size = (0, 0) if camera is None else (camera.width, camera.height)
             members.append(
                 Reference(

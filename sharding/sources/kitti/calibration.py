@@ -53,7 +53,8 @@ class Numbers(NamedTuple):
         values_of_key = self.values.get(key)
         if values_of_key is None:
             raise SourceError(f"{self.where} has no line '{key}:'; it has {', '.join(self.values)}")
-        if len(values_of_key) != rows * columns or not np.isfinite(values_of_key).all():
+        is_complete = len(values_of_key) == rows * columns
+        if not is_complete or not np.isfinite(values_of_key).all():
             raise SourceError(
                 f"{self.where}: '{key}' is {values_of_key}, wanted are {rows * columns} "
                 "finite numbers"
@@ -119,6 +120,7 @@ def numbers_of(names: Sequence[str], suffixes: Sequence[str]) -> dict[int, str]:
     name_of_number = {}
     for name in names:
         stem, dot, suffix = name.rpartition(".")
-        if dot and stem.isdecimal() and len(stem) < _DIGITS and suffix.lower() in suffixes:
+        is_number = stem.isdecimal() and len(stem) < _DIGITS
+        if dot and is_number and suffix.lower() in suffixes:
             name_of_number[int(stem)] = name
     return name_of_number

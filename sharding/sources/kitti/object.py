@@ -64,7 +64,7 @@ class KittiObject(FrameSource[KittiObjectSettings]):
     """
 
     kind = "kitti_object"
-    settings = KittiObjectSettings
+    settings_type = KittiObjectSettings
     time_base = "none"
     ego_origin = "imu"
     has_poses = False
@@ -77,13 +77,13 @@ class KittiObject(FrameSource[KittiObjectSettings]):
     @property
     def image_boxes(self) -> dict[str, str]:  # type: ignore[override]  # by the options
         """The left colour camera, with the option."""
-        if self.given.boxes2d:
+        if self.settings.boxes2d:
             return {"image_2": "bounds as labelled; row counts in boxes"}
         return {}
 
     @property
     def _cameras(self) -> tuple[str, ...]:
-        if self.given.right:
+        if self.settings.right:
             return tuple(_CAMERAS)
         return ("image_2",)
 
@@ -103,13 +103,16 @@ class KittiObject(FrameSource[KittiObjectSettings]):
             if "image_2" not in inside:
                 raise SourceError(f"'{self.files.shown}/{folder}' has no folder image_2")
             has = {name: name in inside for name in ("velodyne", "label_2")}
-            scans = set(self.files.listed(f"{prefix}velodyne")) if has["velodyne"] else set()
-            for name in numbers_of(self.files.listed(f"{prefix}image_2"), ["png", "jpg"]).values():
+            scans = set[str]()
+            if has["velodyne"]:
+                scans = set(self.files.listed(f"{prefix}velodyne"))
+            pictures = self.files.listed(f"{prefix}image_2")
+            for name in numbers_of(pictures, ["png", "jpg"]).values():
                 stem = name.rpartition(".")[0]
                 labels = (f"{prefix}label_2/{stem}.txt",) if has["label_2"] else ()
                 scan = (
                     (f"{prefix}velodyne/{stem}.bin",)
-                    if f"{stem}.bin" in scans and self.given.points
+                    if f"{stem}.bin" in scans and self.settings.points
                     else ()
                 )
                 yield Clip(
@@ -122,7 +125,8 @@ class KittiObject(FrameSource[KittiObjectSettings]):
     def frames(self, clip: Clip) -> Iterator[Frame]:
         """Yield the one frame. It has no time: its number, from 1 on, takes the place of one."""
         image = clip.token
-        number = int(image.rpartition("/")[2].partition(".")[0])
+        stem = image.rpartition("/")[2].partition(".")[0]
+        number = int(stem)
         numbers = read_numbers(self.files, clip.files[0])
         rect = numbers.transform(numbers.matrix("R0_rect", 3, 3), np.zeros(3))
         velo2cam, imu2velo = (
@@ -135,7 +139,8 @@ class KittiObject(FrameSource[KittiObjectSettings]):
         ego2rect = rect @ velo2cam @ imu2velo
         images = {}
         for name in self._cameras:
-            calibrated = camera(numbers.matrix(_CAMERAS[name], 3, 4), ego2rect)
+            projection = numbers.matrix(_CAMERAS[name], 3, 4)
+            calibrated = camera(projection, ego2rect)
             images[name] = replace(
                 calibrated,
                 ref=image.replace("image_2/", f"{name}/"),
@@ -154,9 +159,8 @@ class KittiObject(FrameSource[KittiObjectSettings]):
         if labels:
             rect2ego = invert_rigid(ego2rect)
             where = f"file '{self.files.shown}/{labels[0]}'"
-            rows = [
-                line.split() for line in read_text(self.files.read(labels[0]), where).splitlines()
-            ]
+            text = read_text(self.files.read(labels[0]), where)
+            rows = [line.split() for line in text.splitlines()]
             kinds = []
             numbers_read = []
             for line, row in enumerate(rows, 1):
@@ -171,16 +175,18 @@ class KittiObject(FrameSource[KittiObjectSettings]):
                 if row[0] != _TYPE_TO_IGNORE:
                     kinds.append(row[0])
                     numbers_read.append(values[3:14])
-            *sides, height, width, length, x, y, z, turn = np.array(numbers_read).reshape(-1, 11).T
+            table = np.array(numbers_read).reshape(-1, 11)
+            *sides, height, width, length, x, y, z, turn = table.T
             # The bottom centre is given, in rectified camera 0 (y down).
             centre = np.stack([x, y - height / 2, z], 1)
             cos = np.cos(turn)
             sin = np.sin(turn)
             none = np.zeros(len(kinds))
             # Columns: the box's forward, left and up, in the camera's axes right, down and forward.
-            axes = np.stack([cos, sin, none, none, none, none - 1, -sin, cos, none], 1).reshape(
-                -1, 3, 3
-            )
+            right = [cos, sin, none]
+            down = [none, none, none - 1]
+            ahead = [-sin, cos, none]
+            axes = np.stack([*right, *down, *ahead], 1).reshape(-1, 3, 3)
             bounds["image_2"] = ImageBoxRows(
                 box=np.stack(sides, 1),
                 category=kinds,

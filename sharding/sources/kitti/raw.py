@@ -127,7 +127,7 @@ class Kitti(FrameSource[KittiSettings]):
     """
 
     kind = "kitti"
-    settings = KittiSettings
+    settings_type = KittiSettings
     time_base = "local_time"
     ego_origin = "imu"
     license = "CC BY-NC-SA 3.0"
@@ -138,7 +138,7 @@ class Kitti(FrameSource[KittiSettings]):
 
     @property
     def _cameras(self) -> tuple[str, ...]:
-        if self.given.gray:
+        if self.settings.gray:
             return (*COLOUR, *GRAY)
         return COLOUR
 
@@ -206,7 +206,8 @@ class Kitti(FrameSource[KittiSettings]):
 
     def _read_oxts(self, folder: str) -> tuple[I64, F64]:
         name = f"{folder}/oxts/data"
-        numbers = numbers_of(names_in(self.files, folder, "oxts", "data"), ["txt"])
+        files = names_in(self.files, folder, "oxts", "data")
+        numbers = numbers_of(files, ["txt"])
         if not numbers:
             raise SourceError(f"'{self.files.shown}/{name}' has no rows of oxts")
         stated = self._read_times(f"{folder}/oxts/timestamps.txt", max(numbers))
@@ -223,7 +224,8 @@ class Kitti(FrameSource[KittiSettings]):
                 row = list(map(float, text.split()))
             except ValueError:
                 row = []
-            if len(row) != len(_OXTS) or not all(map(isfinite, row)):
+            is_complete = len(row) == len(_OXTS)
+            if not is_complete or not all(map(isfinite, row)):
                 raise SourceError(
                     f"file '{self.files.shown}/{file}' has not {len(_OXTS)} finite numbers: "
                     f"{text[:60]!r}"
@@ -269,7 +271,8 @@ class Kitti(FrameSource[KittiSettings]):
         velo2cam = velo.transform(velo.matrix("R", 3, 3), velo_shift)
         (imu_shift,) = imu.matrix("T", 1, 3)
         imu2velo = imu.transform(imu.matrix("R", 3, 3), imu_shift)
-        cam2rect = cams.transform(cams.matrix("R_rect_00", 3, 3), np.zeros(3))
+        rectification = cams.matrix("R_rect_00", 3, 3)
+        cam2rect = cams.transform(rectification, np.zeros(3))
         ego2rect = cam2rect @ velo2cam @ imu2velo
         cameras = {
             name: camera(cams.matrix(f"P_rect_{name[-2:]}", 3, 4), ego2rect)
@@ -280,7 +283,8 @@ class Kitti(FrameSource[KittiSettings]):
             name: numbers_of(names_in(self.files, folder, name, "data"), ["png", "jpg"])
             for name in self._cameras
         }
-        scans = numbers_of(names_in(self.files, folder, "velodyne_points", "data"), ["bin"])
+        sweep_files = names_in(self.files, folder, "velodyne_points", "data")
+        scans = numbers_of(sweep_files, ["bin"])
         numbers = sorted(set().union(*files.values()))
         if not numbers:
             raise SourceError(
@@ -314,8 +318,9 @@ class Kitti(FrameSource[KittiSettings]):
             self.noted["frames without a time of their own, which have a camera's"] += num_replaced
         boxes = self._read_tracklets(folder, invert_rigid(lidar2ego))
         members: list[list[Reference]] = [[] for _ in numbers]
-        if self.given.oxts:
-            members = signals(CAN, *self._oxts_of(folder), reference[numbers].tolist())
+        if self.settings.oxts:
+            times_ns = reference[numbers].tolist()
+            members = signals(CAN, *self._oxts_of(folder), times_ns)
         for index, number in enumerate(numbers):
             images: dict[str, Image | Absent] = {}
             for name, names in files.items():
@@ -343,7 +348,7 @@ class Kitti(FrameSource[KittiSettings]):
     @property
     def channels(self) -> tuple[Channel, ...]:  # type: ignore[override]  # by the options
         """The channels of oxts, with the option."""
-        if self.given.oxts:
+        if self.settings.oxts:
             return (CAN,)
         return ()
 
@@ -389,9 +394,8 @@ class Kitti(FrameSource[KittiSettings]):
         )
         half = yaw / 2
         none = np.zeros(len(x))
-        turned = lidar2ego[:3, :3] @ rotation_matrices(
-            np.stack([np.cos(half), none, none, np.sin(half)], 1)
-        )
+        rotations = np.stack([np.cos(half), none, none, np.sin(half)], 1)
+        turned = lidar2ego[:3, :3] @ rotation_matrices(rotations)
         categories: list[str] = []
         track: list[str] = []
         for number, (kind, frame_numbers, _) in enumerate(tracks):
@@ -420,13 +424,18 @@ def oxts_poses(rows: F64) -> F64:
     latitude, longitude, altitude, roll, pitch, yaw = rows[:, :6].T
     scale = np.cos(np.radians(latitude[0])) * EARTH_M
     east = scale * np.radians(longitude)
-    north = scale * np.log(np.tan(np.radians(90 + latitude) / 2))
-    poses = np.tile(np.eye(4), (len(rows), 1, 1))
+    from_south = np.radians(90 + latitude)
+    north = scale * np.log(np.tan(from_south / 2))
+    shape = (len(rows), 1, 1)
+    poses = np.tile(np.eye(4), shape)
     for angle, (a, b) in ((yaw, (0, 1)), (pitch, (2, 0)), (roll, (1, 2))):
-        turn = np.tile(np.eye(3), (len(rows), 1, 1))
-        turn[:, a, a] = turn[:, b, b] = np.cos(angle)
-        turn[:, b, a] = np.sin(angle)
-        turn[:, a, b] = -np.sin(angle)
+        cos = np.cos(angle)
+        sin = np.sin(angle)
+        turn = np.tile(np.eye(3), shape)
+        turn[:, a, a] = cos
+        turn[:, b, b] = cos
+        turn[:, b, a] = sin
+        turn[:, a, b] = -sin
         poses[:, :3, :3] = poses[:, :3, :3] @ turn
     place = np.stack([east, north, altitude], 1)
     poses[:, :3, 3] = place - place[0]
@@ -447,12 +456,14 @@ def with_edges(times: I64, rows: F64, poses: F64) -> tuple[I64, F64]:
         speed = max(float(np.linalg.norm(rates)), 1e-12)
         half = speed * seconds / 2
         moved = poses[end].copy()
-        moved[:3, :3] = moved[:3, :3] @ rotation_matrices(
-            np.array([np.cos(half), *(rates / speed * np.sin(half))])
-        )
+        axis = rates / speed
+        quaternion = np.array([np.cos(half), *(axis * np.sin(half))])
+        moved[:3, :3] = moved[:3, :3] @ rotation_matrices(quaternion)
         moved[:3, 3] += np.array([east, north, up]) * seconds
         ends.append(moved)
+    first = ends[0][None]
+    last = ends[1][None]
     return (
         np.concatenate([times[:1] - EDGE_NS, times, times[-1:] + EDGE_NS]),
-        np.concatenate([ends[0][None], poses, ends[1][None]]),
+        np.concatenate([first, poses, last]),
     )

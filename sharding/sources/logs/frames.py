@@ -59,7 +59,7 @@ class FrameMaker:
         poses: Trajectory | None,
     ) -> None:
         self._index = index
-        self._given = chosen.given
+        self._settings = chosen.settings
         self._noted = noted
         self._channels = chosen.channels
         self._poses = poses
@@ -68,7 +68,7 @@ class FrameMaker:
         self._cameras = chosen.cameras
         self._lidars = chosen.lidars
         self._reference = chosen.reference
-        self._all = {**self._cameras, **self._lidars, **self._given.radars}
+        self._all = {**self._cameras, **self._lidars, **self._settings.radars}
 
     def frames(self, times: I64) -> Iterator[Frame]:
         """Yield a frame for each of these times of the reference [ns]; raise SourceError."""
@@ -80,10 +80,10 @@ class FrameMaker:
         stamps = {topic: index.series[topic].stamps.tolist() for topic in self._cameras.values()}
         lidar2ego = {
             channel: index.tree.sensor2ego(
-                index.frame_ids[topic].lstrip("/"), self._given.ego_frame
+                index.frame_ids[topic].lstrip("/"), self._settings.ego_frame
             )
             for channel, topic in self._lidars.items()
-            if topic in index.frame_ids and self._given.points
+            if topic in index.frame_ids and self._settings.points
         }
         models = {
             channel: camera_models(
@@ -91,19 +91,19 @@ class FrameMaker:
                 channel=channel,
                 topic=topic,
                 info_topic=self._find_info_topic(channel, topic),
-                ego=self._given.ego_frame,
+                ego=self._settings.ego_frame,
             )
             for channel, topic in self._cameras.items()
             if len(index.series[topic].stamps)
         }
         marks = {}
-        for channel, topic in self._given.boxes2d.items():
-            offset_ms = self._given.offsets_ms.get(f"boxes2d_{channel}", 0)
+        for channel, topic in self._settings.boxes2d.items():
+            offset_ms = self._settings.offsets_ms.get(f"boxes2d_{channel}", 0)
             marks[channel] = index.marks_of(
                 self._cameras[channel],
                 topic,
                 round(offset_ms * 1e6),
-                round(self._given.tolerance_ms * 1e6),
+                round(self._settings.tolerance_ms * 1e6),
             )
         fixes = self._match_fixes(times)
         members = self._find_members(times.tolist(), rows)
@@ -121,7 +121,8 @@ class FrameMaker:
                 if row >= 0:
                     swept, items = index.series[self._lidars[channel]]
                     num_bytes = 128 + items[row].num_points * 4 * len(COLUMNS)
-                    ref = Job("points", self._lidars[channel], items[row].place).ref
+                    job = Job("points", self._lidars[channel], items[row].place)
+                    ref = job.ref
                     sweeps[channel] = Sweep(
                         ref=ref,
                         timestamp_ns=int(swept[row]),
@@ -156,8 +157,8 @@ class FrameMaker:
         members: list[list[Reference]] = [[] for _ in times]
         for channel in self._channels:
             topic = channel.source_name
-            if channel.name not in self._given.radars:
-                if topic in index.signals and not self._given.series:
+            if channel.name not in self._settings.radars:
+                if topic in index.signals and not self._settings.series:
                     parts = signals(channel, *index.signals[topic], times)
                     for time_members, more in zip(members, parts, strict=True):
                         time_members += more
@@ -167,7 +168,7 @@ class FrameMaker:
             mount = np.eye(4)
             if len(stamps):
                 frame_id = index.frame_ids.get(topic, "").lstrip("/")
-                mount = index.tree.sensor2ego(frame_id, self._given.ego_frame)
+                mount = index.tree.sensor2ego(frame_id, self._settings.ego_frame)
             for number, (row, time) in enumerate(zip(rows[channel.name], times, strict=True)):
                 item = items[row] if row >= 0 else None
                 if not isinstance(item, LogSweep):
@@ -175,7 +176,8 @@ class FrameMaker:
                 sensor2ego = mount
                 if self._poses is not None:
                     # To ego at the sample's time, by the poses at both times.
-                    measured, sampled = self._poses.at(np.array([stamps[row], time]))
+                    times_of_both = np.array([stamps[row], time])
+                    measured, sampled = self._poses.at(times_of_both)
                     sensor2ego = invert_rigid(sampled) @ measured @ mount
                 if np.isnan(sensor2ego).any():
                     continue
@@ -206,11 +208,12 @@ class FrameMaker:
             return []
         stamps, values = self._index.signals[self._gps]
         column = self._index.columns[self._gps].index
-        places = values[:, [column(name) for name in ("latitude", "longitude", "altitude")]]
+        place_columns = [column(name) for name in ("latitude", "longitude", "altitude")]
+        places = values[:, place_columns]
         rows = nearest(stamps, times)
-        is_known = (np.abs(stamps[rows] - times) <= self._given.max_gap_s * 1e9) & ~np.isnan(
-            places[rows]
-        ).any(1)
+        apart_ns = np.abs(stamps[rows] - times)
+        has_place = ~np.isnan(places[rows]).any(1)
+        is_known = has_place & (apart_ns <= self._settings.max_gap_s * 1e9)
         is_known &= values[rows, column("status.status")] >= 0  # -1 is without a fix
         pairs = zip(is_known.tolist(), places[rows].tolist(), strict=True)
         return [
@@ -227,8 +230,8 @@ class FrameMaker:
         stamps = index.series[topic].stamps
         if channel == self._reference:
             return sync.matched(times, stamps, 0, 0)
-        stated_ms = self._given.offsets_ms.get(channel)
-        tolerance_ns = round(self._given.tolerance_ms * 1e6)
+        stated_ms = self._settings.offsets_ms.get(channel)
+        tolerance_ns = round(self._settings.tolerance_ms * 1e6)
         all_times = index.series[self._all[self._reference]].stamps
         offset_ns = (
             sync.estimated_offset_ns(all_times, stamps)
@@ -240,13 +243,14 @@ class FrameMaker:
         rows = sync.matched(times, stamps, offset_ns, tolerance_ns)
         if len(stamps) and (rows < 0).all():
             apart_ns = stamps[nearest(stamps, times)] - times
-            self._apart[topic] = float(apart_ns[np.abs(apart_ns).argmin()]) * 1e-9
+            closest = np.abs(apart_ns).argmin()
+            self._apart[topic] = float(apart_ns[closest]) * 1e-9
         return rows
 
     def _find_info_topic(self, channel: str, topic: str) -> str:
         """Return the topic of a camera's calibration."""
         index = self._index
-        stated = self._given.camera_infos.get(channel)
+        stated = self._settings.camera_infos.get(channel)
         parts = topic.split("/")
         if stated:
             beside = [stated]
@@ -302,7 +306,13 @@ class FrameMaker:
                 models[0],
             )
         log = self._index.name if shot.kind == "video" else ""
-        ref = Job(kind=shot.kind, topic=topic, place=shot.place, key=shot.key, log=log).ref
+        ref = Job(
+            kind=shot.kind,
+            topic=topic,
+            place=shot.place,
+            key=shot.key,
+            log=log,
+        ).ref
         if shot.offset >= 0:
             ref = f"{shot.place.file}#{shot.offset}+{shot.length}"
         pixels = shot.width * shot.height

@@ -100,7 +100,7 @@ class LogIndex:
     """
 
     def __init__(self, name: str, files: Sequence[LogFile], topics: LogTopics) -> None:
-        options = topics.given
+        options = topics.settings
         self.name = name
         self._clock = options.clock
         self._max_gap_ns = options.max_gap_s * 1e9
@@ -139,7 +139,12 @@ class LogIndex:
         self._codecs: dict[str, str] = {}
         for file in files:
             with parsing(f"log '{name}'"):  # times, lengths and numbers that no type of ours holds
-                self._read_file(file, set(cameras), set(lidars), options.poses)
+                self._read_file(
+                    file,
+                    cameras=set(cameras),
+                    lidars=set(lidars),
+                    poses=options.poses,
+                )
         self.tree.settle()
         self.series: dict[str, Series] = {}
         for topic in sensors:
@@ -150,9 +155,11 @@ class LogIndex:
                 items = list(itertools.compress(items, keys))
                 stamps = stamps[np.array(keys, np.bool_)]
             times, first = np.unique(stamps, return_index=True)
+            num_backward = int(np.count_nonzero(np.diff(stamps) < 0))
+            num_repeated = len(stamps) - len(times)
             for fault, number in (
-                ("out of order", int(np.count_nonzero(np.diff(stamps) < 0))),
-                ("with the stamp of another", len(stamps) - len(times)),
+                ("out of order", num_backward),
+                ("with the stamp of another", num_repeated),
             ):
                 if number:
                     self.noted[f"{topic}: messages {fault}"] = number
@@ -230,7 +237,12 @@ class LogIndex:
             times_ns = np.array(pairs, np.int64).reshape(-1, 2)
             stamps, log_ns = times_ns.T
             items = [entry[2] for entry in entries]
-            mask = self._ascending_mask(name, stamps, log_ns, [item.place for item in items])
+            mask = self._ascending_mask(
+                name,
+                stamps=stamps,
+                log_ns=log_ns,
+                places=[item.place for item in items],
+            )
             self._stamped[name].append(stamps[mask])
             self._items[name] += itertools.compress(items, mask.tolist())
             entries.clear()
@@ -241,7 +253,12 @@ class LogIndex:
             if name in self._signals:
                 stamps, values = reader.signals(messages)
                 self.columns[name] = reader.columns
-                stamps, mask = self._select_times(name, messages, stamps, " (signals)")
+                stamps, mask = self._select_times(
+                    name,
+                    messages=messages,
+                    stamp_ns=stamps,
+                    part=" (signals)",
+                )
                 self._signals[name].append((stamps[mask], values[mask]))
             if name in self.marks:
                 # Of annotations, those without boxes may have no stamp.
@@ -269,7 +286,8 @@ class LogIndex:
             elif name == poses:
                 self.poses += self._drop_reset_edges(name, messages, reader.poses(messages))
             elif topics[name].type in CALIBRATIONS:
-                self.calibrations.setdefault(name, []).extend(reader.calibrations(messages))
+                calibrations = reader.calibrations(messages)
+                self.calibrations.setdefault(name, []).extend(calibrations)
             elif topics[name].type in TRANSFORMS:
                 is_static = name.endswith("static")
                 parts = reader.edges(messages)
@@ -291,7 +309,12 @@ class LogIndex:
         if marked is None:
             by_time = {mark.stamp_ns: mark for mark in self.marks[topic]}
             stamps = np.array(sorted(by_time), np.int64)
-            rows = matched(self.series[pictures].stamps, stamps, offset_ns, tolerance_ns).tolist()
+            rows = matched(
+                self.series[pictures].stamps,
+                stamps_ns=stamps,
+                offset_ns=offset_ns,
+                tolerance_ns=tolerance_ns,
+            ).tolist()
             marked = {
                 row_number: by_time[int(stamps[row])]
                 for row_number, row in enumerate(rows)
@@ -312,7 +335,8 @@ class LogIndex:
     ) -> tuple[int, Shot]:
         picture = reader.picture(message)
         if reader.is_proto and not picture.stamp_ns and self._clock == "header":
-            message = msgspec.structs.replace(message, data=file.read(message.place).data)
+            data = file.read(message.place).data
+            message = msgspec.structs.replace(message, data=data)
             picture = reader.picture(message)  # protobuf may have the stamp behind the picture
         if picture.frame_id:  # where it is behind the picture, that of the calibration counts
             self.frame_ids.setdefault(topic.name, picture.frame_id)
@@ -390,12 +414,15 @@ class LogIndex:
         picture: Picture,
         where: str,
     ) -> Shot:
-        data = memoryview(message.data)[picture.offset : picture.offset + picture.length]
+        end = picture.offset + picture.length
+        data = memoryview(message.data)[picture.offset : end]
         number, num_bytes = self.videos.get(topic.name, (0, 0))
         self.videos[topic.name] = number + 1, num_bytes + picture.length
         codec = self._codecs.get(topic.name)
         if codec is None:  # the first message states it behind the picture
-            codec = self._codecs[topic.name] = Reader(topic).video_format(file.read(message.place))
+            whole_message = file.read(message.place)
+            codec = Reader(topic).video_format(whole_message)
+            self._codecs[topic.name] = codec
         if is_keyframe(data, codec, where):
             self._keys[topic.name] = message.place
             if topic.name not in self._sizes:
@@ -429,7 +456,8 @@ class LogIndex:
         """
         if not len(stamps):
             return np.ones(0, np.bool_)
-        latest, recorded_ns = self._latest.get(topic_name, (int(stamps[0]), int(log_ns[0])))
+        first_times = (int(stamps[0]), int(log_ns[0]))
+        latest, recorded_ns = self._latest.get(topic_name, first_times)
         all_stamps = np.concatenate([[latest], stamps])
         latest_before = np.maximum.accumulate(all_stamps)[:-1]
         passed_ns = stamps - latest_before
@@ -437,10 +465,11 @@ class LogIndex:
         jumps = np.flatnonzero(passed_ns > self._max_gap_ns)
         if len(jumps):
             before = np.searchsorted(newest, jumps) - 1
-            since_ns = log_ns[jumps] - np.where(before < 0, recorded_ns, log_ns[newest[before]])
-            number = int(
-                np.count_nonzero((since_ns > 0) & (since_ns < passed_ns[jumps] - self._max_gap_ns))
-            )
+            before_ns = np.where(before < 0, recorded_ns, log_ns[newest[before]])
+            since_ns = log_ns[jumps] - before_ns
+            gap_ns = passed_ns[jumps] - self._max_gap_ns
+            is_reset = (since_ns > 0) & (since_ns < gap_ns)
+            number = int(np.count_nonzero(is_reset))
             if number:
                 self.noted[f"{topic_name}: clock set forward"] += number
         if len(newest):
@@ -486,7 +515,10 @@ class LogIndex:
         for part in parts:
             part_messages = [messages[row] for row in part.row.tolist()]
             stamps, mask = self._select_times(
-                topic, part_messages, part.stamp_ns, f" ({part.child})"
+                topic,
+                messages=part_messages,
+                stamp_ns=part.stamp_ns,
+                part=f" ({part.child})",
             )
             if mask.any():
                 edges.append(part._replace(stamp_ns=stamps).rows(mask))
@@ -508,7 +540,8 @@ class LogIndex:
         if self._clock == "log_time":
             stamp_ns = log_ns
         elif not stamp_ns.all():
-            self._choose_stamp(topic, messages[int(np.argmin(stamp_ns != 0))], 0)
+            row = int(np.argmin(stamp_ns != 0))
+            self._choose_stamp(topic, messages[row], 0)
         return stamp_ns, self._ascending_mask(
             topic + part,
             stamp_ns,

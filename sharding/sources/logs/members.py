@@ -82,7 +82,12 @@ class _Group(NamedTuple):
 class LogMembers:
     """Reads members of logs; ``num_decoded`` counts frames of video."""
 
-    def __init__(self, recordings: Recordings, topics: LogTopics, form: JpegForm) -> None:
+    def __init__(
+        self,
+        recordings: Recordings,
+        topics: LogTopics,
+        form: JpegForm,
+    ) -> None:
         self._recordings = recordings
         self._topics = topics
         self._form = form
@@ -98,13 +103,15 @@ class LogMembers:
         cloud = self._reader(job.topic).cloud(message)
         if job.kind == "points":
             return points_of(cloud, where)
-        return radar_points(cloud, msgspec.json.decode(job.log, type=RadarSweep), where)
+        sweep = msgspec.json.decode(job.log, type=RadarSweep)
+        return radar_points(cloud, sweep, where)
 
     def following(self, first: Job, number: int) -> list[Job]:
         """Return up to ``number`` frames of the video of this one, from its keyframe on."""
         places = self._all_places(first.log, first.topic)
         first_place = places.index(first.key or first.place)
-        return [first._replace(place=place) for place in places[first_place : first_place + number]]
+        places = places[first_place : first_place + number]
+        return [first._replace(place=place) for place in places]
 
     def jpegs(self, jobs: Sequence[Job], form: JpegForm) -> Iterator[tuple[Job, Buffer]]:
         """Read frames of video as JPEGs of this form."""
@@ -132,7 +139,13 @@ class LogMembers:
             for key, number, job in rows:
                 if key > last + 1:
                     groups.append(
-                        _Group(topic=topic, places=places, first=key, last=number, jobs={})
+                        _Group(
+                            topic=topic,
+                            places=places,
+                            first=key,
+                            last=number,
+                            jobs={},
+                        )
                     )
                 last = number
                 groups[-1].jobs[number] = job
@@ -158,7 +171,8 @@ class LogMembers:
                 # Push a message of a video into its group's decoder; the last one flushes it.
                 group, number = task
                 where = f"topic '{group.topic}'"
-                message = self._file(group.places[number].file).read(group.places[number])
+                place = group.places[number]
+                message = self._file(place.file).read(place)
                 reader = self._reader(group.topic)
                 decoder = decoders.get(id(group))
                 if decoder is None:
@@ -166,7 +180,8 @@ class LogMembers:
                         reader.video_format(message), self._form, where
                     )
                 picture = reader.picture(message)
-                data = memoryview(message.data)[picture.offset : picture.offset + picture.length]
+                end = picture.offset + picture.length
+                data = memoryview(message.data)[picture.offset : end]
                 remaining = set(group.jobs)
                 jpegs = list(decoder.push(number, data, remaining))
                 if number == group.last:
@@ -193,13 +208,15 @@ class LogMembers:
                 where,
                 self._topics.levels.get(job.topic, FULL),
             )
-        data = memoryview(message.data)[picture.offset : picture.offset + picture.length]
+        end = picture.offset + picture.length
+        data = memoryview(message.data)[picture.offset : end]
         if job.kind == "palette":
             return plain_or_damaged(data)
         return data
 
     def _list_places(self, log: str, topic: str) -> list[Locator]:
-        parts = [self._file(name).places(topic) for name in dict(self._recordings.logs)[log]]
+        files = dict(self._recordings.logs)[log]
+        parts = [self._file(name).places(topic) for name in files]
         if any(part != sorted(part) for part in parts):
             raise SourceError(
                 f"log '{log}': the video of topic '{topic}' is not stored in the order of "

@@ -17,15 +17,15 @@ class LogSettings(VideoSettings, frozen=True, kw_only=True):
     missing_camera: Annotated[
         Literal["error", "mask", "drop"],
         Meta(
-            description="a frame without the image of a camera: drop (leave the frame out); mask (leave "
-            "the member out, mark it invalid); error"
+            description="a frame without the image of a camera: drop (leave the frame out); mask "
+            "(leave the member out, mark it invalid); error"
         ),
     ] = "drop"
     cameras: Annotated[
         tuple[str, ...] | dict[str, str],
         Meta(
-            description="channel to topic: {cam_front: /front/image}; empty: all topics of pictures; or "
-            "a list of the channels to keep of these"
+            description="channel to topic: {cam_front: /front/image}; empty: all topics of "
+            "pictures; or a list of the channels to keep of these"
         ),
     ] = ()  # type: ignore[assignment]  # a list, as of other sources, or more
     lidars: Annotated[
@@ -35,8 +35,8 @@ class LogSettings(VideoSettings, frozen=True, kw_only=True):
     radars: Annotated[
         dict[str, str],
         Meta(
-            description="channel to topic of point clouds: {radar_front: /radar} stores the channel "
-            "radar_front, with all columns of the cloud"
+            description="channel to topic of point clouds: {radar_front: /radar} stores the "
+            "channel radar_front, with all columns of the cloud"
         ),
     ] = msgspec.field(default_factory=dict)
     camera_infos: Annotated[
@@ -97,16 +97,17 @@ class LogSettings(VideoSettings, frozen=True, kw_only=True):
     signals: Annotated[
         dict[str, str],
         Meta(
-            description="name to topic of messages of numbers, such as Imu, Odometry, TwistStamped: "
-            "{imu: /imu/data} stores the channel can_imu"
+            description="name to topic of messages of numbers, such as Imu, Odometry, "
+            "TwistStamped: {imu: /imu/data} stores the channel can_imu"
         ),
     ] = msgspec.field(default_factory=dict)
     series: Annotated[bool, Meta(description=SIGNALS_AS_SERIES)] = False
     boxes2d: Annotated[
         dict[str, str],
         Meta(
-            description="camera to topic of boxes in its pictures (Detection2DArray, ImageAnnotations): "
-            "{cam_front: /front/detections} stores the channel boxes2d_cam_front"
+            description="camera to topic of boxes in its pictures (Detection2DArray, "
+            "ImageAnnotations): {cam_front: /front/detections} stores the channel "
+            "boxes2d_cam_front"
         ),
     ] = msgspec.field(default_factory=dict)
     clock: Annotated[
@@ -116,8 +117,8 @@ class LogSettings(VideoSettings, frozen=True, kw_only=True):
     clock_jumps: Annotated[
         Literal["error", "drop"],
         Meta(
-            description="a clock set back by more than max_gap_s: error; drop (leave messages out until "
-            "it is past where it was, counted)"
+            description="a clock set back by more than max_gap_s: error; drop (leave messages out "
+            "until it is past where it was, counted)"
         ),
     ] = "error"
     clip_seconds: Annotated[float, Meta(ge=0, description="length of clips [s]; 0: whole logs")] = (

@@ -94,7 +94,7 @@ class LogSource(FrameSource[LogSettings]):
     """
 
     kind = "mcap"
-    settings = LogSettings
+    settings_type = LogSettings
     requires: ClassVar = {
         "mcap": "fuelrail[ros]",
         "rosbags": "fuelrail[ros]",
@@ -105,16 +105,16 @@ class LogSource(FrameSource[LogSettings]):
     def __init__(self, location: str, options: dict[str, Any]) -> None:
         """Take the options and the root; reads nothing."""
         super().__init__(location, options)
-        self.has_poses = self.given.poses != "none"
-        self.given.check_libraries()
+        self.has_poses = self.settings.poses != "none"
+        self.settings.check_libraries()
         self.recordings = Recordings(
             self.files,
             self.file,
             self.suffixes,
-            skip_damaged=self.given.damaged == "skip",
-            check_all=self.given.checksums,
+            skip_damaged=self.settings.damaged == "skip",
+            check_all=self.settings.checksums,
         )
-        self.topics = LogTopics(self.recordings, self.given)
+        self.topics = LogTopics(self.recordings, self.settings)
         self._index: LogIndex | None = None
         self._cuts: dict[str, tuple[str, I64]] = {}
         self._videos: dict[tuple[str, str], tuple[int, int]] = {}
@@ -144,17 +144,19 @@ class LogSource(FrameSource[LogSettings]):
         """
         assert self.channels is not None, "they are checked first"
         self.topics.check(f"the {self.kind} source '{self.files.shown}'")
-        self.time_base = (
-            "unix" if self._is_unix(self._open_index(self.recordings.logs[0][0])) else "boot"
-        )
+        first_log = self.recordings.logs[0][0]
+        is_unix = self._is_unix(self._open_index(first_log))
+        self.time_base = "unix" if is_unix else "boot"
         self.image_boxes = {
-            channel: f"of topic {topic}; row is -1" for channel, topic in self.given.boxes2d.items()
+            channel: f"of topic {topic}; row is -1"
+            for channel, topic in self.settings.boxes2d.items()
         }
-        return Sensors.from_names(self.topics.cameras, dict.fromkeys(self.topics.lidars, COLUMNS))
+        lidars = dict.fromkeys(self.topics.lidars, COLUMNS)
+        return Sensors.from_names(self.topics.cameras, lidars)
 
     def clips(self) -> Iterator[Clip]:
         """Yield the parts of each log: cut at gaps of the reference, and after ``clip_seconds``."""
-        settings = self.given
+        settings = self.settings
         reference = self.topics.reference
         self.noted.update(self.recordings.noted)
         for name, files in self.recordings.logs:
@@ -166,7 +168,8 @@ class LogSource(FrameSource[LogSettings]):
                     "kind: of one they count from 1970, of the other from a start of the "
                     "machine; shard them apart, or with clock=log_time"
                 )
-            topic = {**self.topics.cameras, **self.topics.lidars}[reference]
+            topics = {**self.topics.cameras, **self.topics.lidars}
+            topic = topics[reference]
             stamps = thinned(index.series[topic].stamps, settings.rate)
             parts = sync.cuts(
                 stamps,
@@ -185,13 +188,18 @@ class LogSource(FrameSource[LogSettings]):
                     for channel, topic in settings.signals.items()
                     if settings.series and topic in index.signals
                 }
-                yield Clip(name=clip, log_id=name, files=tuple(files), series=series)
+                yield Clip(
+                    name=clip,
+                    log_id=name,
+                    files=tuple(files),
+                    series=series,
+                )
             self.noted.update(index.noted)
             self._videos |= {(name, topic): facts for topic, facts in index.videos.items()}
 
     def poses(self, clip: Clip) -> Trajectory | None:
         """Return the poses of the log's transforms, or of the Odometry topic."""
-        settings = self.given
+        settings = self.settings
         index = self._open_index(clip.log_id)
         if not self.has_poses:
             return None
@@ -207,7 +215,8 @@ class LogSource(FrameSource[LogSettings]):
         )
         if child in ("", settings.ego_frame):
             return moved
-        times = np.unique(np.concatenate([part.stamp_ns for part in index.poses]))
+        stamps = [part.stamp_ns for part in index.poses]
+        times = np.unique(np.concatenate(stamps))
         ego2child = index.tree.sensor2ego(settings.ego_frame, child)
         return Trajectory(
             times,
@@ -219,8 +228,13 @@ class LogSource(FrameSource[LogSettings]):
     def frames(self, clip: Clip) -> Iterator[Frame]:
         """Yield a frame for each remaining message of the reference."""
         log, times = self._cuts[clip.name]
-        poses = self.poses(clip) if self.given.radars else None
-        return FrameMaker(self._open_index(log), self.topics, self.noted, poses).frames(times)
+        poses = self.poses(clip) if self.settings.radars else None
+        return FrameMaker(
+            index=self._open_index(log),
+            chosen=self.topics,
+            noted=self.noted,
+            poses=poses,
+        ).frames(times)
 
     def points(self, ref: str) -> F32:
         """Read a sweep."""
@@ -266,14 +280,14 @@ class LogSource(FrameSource[LogSettings]):
                 yield ref, self.open(ref)
 
     @property
-    def columns(self) -> dict[str, type]:  # type: ignore[override]  # of these logs, not of the kind
+    def columns(self) -> dict[str, type]:  # type: ignore[override]  # of these logs
         """The columns of the position, where it is recorded."""
         if self.topics.gps:
             return dict.fromkeys(FIX_COLUMNS, float)
         return {}
 
     @property
-    def channels(self) -> tuple[Channel, ...]:  # type: ignore[override]  # of these logs, not of the kind
+    def channels(self) -> tuple[Channel, ...]:  # type: ignore[override]  # of these logs
         """The channels of signals and of radars."""
         return self.topics.channels
 
@@ -295,7 +309,8 @@ class LogSource(FrameSource[LogSettings]):
                 self.topics,
             )
             num_read = self._index.num_read
-            for topic, number in self.recordings.num_stated.get(log, {}).items():
+            num_stated = self.recordings.num_stated.get(log, {})
+            for topic, number in num_stated.items():
                 if topic in num_read and num_read[topic] < number:
                     text = f"{topic}: messages that {METADATA} counts and no file has"
                     self._index.noted[text] += number - num_read[topic]
@@ -306,7 +321,7 @@ class LogSource(FrameSource[LogSettings]):
         return LogMembers(
             self.recordings,
             self.topics,
-            self.stored or JpegForm(self.given.video_quality),
+            self.stored or JpegForm(self.settings.video_quality),
         )
 
 

@@ -34,11 +34,14 @@ def estimated_offset_ns(reference_ns: I64, stamps_ns: I64) -> int:
     inside = reference_ns[(reference_ns >= first) & (reference_ns <= last)]
     if not len(inside) or period <= 0:
         return 0
-    differences = (stamps_ns[nearest(stamps_ns, inside)] - inside).astype(np.float64)
-    mean = np.exp(2j * np.pi * differences / period).mean()
+    differences = stamps_ns[nearest(stamps_ns, inside)] - inside
+    differences = differences.astype(np.float64)
+    turns = np.exp(2j * np.pi * differences / period)
+    mean = turns.mean()
     if abs(mean) < _STEADY:
         return 0
-    offset = float(np.angle(mean)) / (2 * np.pi) * period
+    share = float(np.angle(mean)) / (2 * np.pi)
+    offset = share * period
     rest = differences - offset
     rest -= np.round(rest / period) * period
     return round(offset + float(np.median(rest)))
@@ -61,8 +64,10 @@ def matched(
     rows = nearest(stamps_ns, reference_ns + offset_ns)
     distance = np.abs(stamps_ns[rows] - reference_ns - offset_ns)
     near = np.flatnonzero(distance <= tolerance_ns)
-    near = near[np.lexsort((distance[near], rows[near]))]
-    one_each = near[np.diff(rows[near], prepend=-1) != 0]
+    by_row = np.lexsort((distance[near], rows[near]))
+    near = near[by_row]
+    is_nearest = np.diff(rows[near], prepend=-1) != 0
+    one_each = near[is_nearest]
     rows_matched[one_each] = rows[one_each]
     return rows_matched
 

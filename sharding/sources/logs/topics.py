@@ -31,12 +31,12 @@ class LogTopics:
     def __init__(self, recordings: Recordings, settings: LogSettings) -> None:
         """Take the recordings and the options; reads nothing."""
         self._recordings = recordings
-        self.given = settings
+        self.settings = settings
 
     @cached_property
     def cameras(self) -> dict[str, str]:
         """Channel to topic, in the order of the rig."""
-        named = self.given.cameras
+        named = self.settings.cameras
         return self._recordings.chosen(
             "cameras", {} if isinstance(named, tuple) else named, PICTURES
         )
@@ -44,14 +44,16 @@ class LogTopics:
     @cached_property
     def lidars(self) -> dict[str, str]:
         """Channel to topic."""
-        topics = self._recordings.chosen("lidars", self.given.lidars, CLOUDS)
-        radars = self.given.radars.values()
+        topics = self._recordings.chosen("lidars", self.settings.lidars, CLOUDS)
+        radars = self.settings.radars.values()
         return {channel: topic for channel, topic in topics.items() if topic not in radars}
 
     @property
     def reference(self) -> str:
         """The channel that makes the frames."""
-        return self.given.reference or next(iter(self.lidars), "") or next(iter(self.cameras))
+        if self.settings.reference:
+            return self.settings.reference
+        return next(iter((*self.lidars, *self.cameras)))
 
     @property
     def videos(self) -> list[str]:
@@ -65,7 +67,8 @@ class LogTopics:
     @property
     def levels(self) -> dict[str, tuple[int, int]]:
         """The values that become black and white, of raw pictures of 16 bits, by topic."""
-        return {self.cameras[channel]: levels for channel, levels in self.given.levels.items()}
+        levels = self.settings.levels
+        return {self.cameras[channel]: limits for channel, limits in levels.items()}
 
     @property
     def gps(self) -> str:
@@ -73,16 +76,18 @@ class LogTopics:
         the options name.
         """
         topics = self._recordings.list_topics(FIXES)
-        if self.given.gps and self.given.gps not in topics:
-            raise ConfigError(f"gps: '{self.given.gps}' is not one of: {', '.join(topics) or '-'}")
-        return self.given.gps or next(iter(topics), "")
+        if self.settings.gps and self.settings.gps not in topics:
+            raise ConfigError(
+                f"gps: '{self.settings.gps}' is not one of: {', '.join(topics) or '-'}"
+            )
+        return self.settings.gps or next(iter(topics), "")
 
     @cached_property
     def channels(self) -> tuple[Channel, ...]:
         """The channels of signals and of radars."""
         topics = self._recordings.topics
         channels_found = []
-        for name, topic in self.given.signals.items():
+        for name, topic in self.settings.signals.items():
             if topic not in topics or topic in (
                 *self.cameras.values(),
                 *self.lidars.values(),
@@ -98,14 +103,14 @@ class LogTopics:
                     units,
                     topic,
                     has_unknown=True,
-                    series=self.given.series,
+                    series=self.settings.series,
                 )
             )
-        if not self.given.radars:
+        if not self.settings.radars:
             return tuple(channels_found)
-        radars = self._recordings.chosen("radars", self.given.radars, CLOUDS)
+        radars = self._recordings.chosen("radars", self.settings.radars, CLOUDS)
         names_in_use = {*self.cameras, *self.lidars}
-        bad = [name for name in self.given.radars if name in names_in_use or name not in radars]
+        bad = [name for name in self.settings.radars if name in names_in_use or name not in radars]
         if bad:
             raise ConfigError(
                 f"radars: '{bad[0]}' must be in lower case, and no other channel: "
@@ -148,15 +153,15 @@ class LogTopics:
             )
             raise SourceError(f"{where} has no image topic; topics: {listed}")
         box_topics = self._recordings.list_topics(MARKS)
-        for channel, name in self.given.boxes2d.items():
+        for channel, name in self.settings.boxes2d.items():
             if channel not in self.cameras or name not in box_topics:
                 raise ConfigError(
                     f"boxes2d: '{name}' of {channel} must be a topic of boxes, and of a "
                     f"camera; such topics: {', '.join(box_topics) or 'none'}; cameras: "
                     f"{', '.join(self.cameras)}"
                 )
-        channels_known = [*self.cameras, *self.lidars, *self.given.radars]
-        for channel, (black, white) in self.given.levels.items():
+        channels_known = [*self.cameras, *self.lidars, *self.settings.radars]
+        for channel, (black, white) in self.settings.levels.items():
             if channel not in self.cameras or not black < white:
                 listed = ", ".join(self.cameras)
                 raise ConfigError(
@@ -164,24 +169,26 @@ class LogTopics:
                     f"cameras: {listed}"
                 )
         for option in ("offsets_ms", "camera_infos"):
-            for channel in getattr(self.given, option):
+            for channel in getattr(self.settings, option):
                 if channel not in (
                     *channels_known,
-                    *(f"boxes2d_{camera}" for camera in self.given.boxes2d),
+                    *(f"boxes2d_{camera}" for camera in self.settings.boxes2d),
                 ):
                     raise ConfigError(
                         f"{option}: there is no channel '{channel}'; channels: "
                         f"{', '.join(channels_known)}"
                     )
-        if self.reference not in channels_known or self.reference in self.given.radars:
+        if self.reference not in channels_known or self.reference in self.settings.radars:
             raise ConfigError(
                 f"reference: there is no channel '{self.reference}'; channels: "
                 f"{', '.join(channels_known)}"
             )
-        if self.given.poses not in ("tf", "none"):
-            topic = self._recordings.topics.get(self.given.poses)
+        if self.settings.poses not in ("tf", "none"):
+            topic = self._recordings.topics.get(self.settings.poses)
             if topic is None or topic.type not in POSES:
                 names = ", ".join(self._recordings.list_topics(POSES)) or "-"
-                raise ConfigError(f"poses: '{self.given.poses}' is not tf, none or one of: {names}")
+                raise ConfigError(
+                    f"poses: '{self.settings.poses}' is not tf, none or one of: {names}"
+                )
         if self.videos:
             check_decoder(f"topic '{self.videos[0]}'")

@@ -99,7 +99,8 @@ class Annotations:
         order = self._disk.column(np.int64)
         for first in range(0, len(self), ROWS_AT_ONCE):
             sample = self.links["sample_token"][first : first + ROWS_AT_ONCE]
-            order.append(sample * self._radix + np.arange(first, first + len(sample)))
+            numbers = np.arange(first, first + len(sample))
+            order.append(sample * self._radix + numbers)
         self._order: I64 = order.values
         self._order.sort()
         starts = self._disk.column(np.int64)
@@ -145,9 +146,11 @@ class Annotations:
             velocity = stated[rows]
         else:
             neighbours = [self.links[name][rows] for name in ("prev", "next")]
-            rows_used, place = np.unique(np.concatenate([rows, *neighbours]), return_inverse=True)
+            rows_needed = np.concatenate([rows, *neighbours])
+            rows_used, place = np.unique(rows_needed, return_inverse=True)
             own_places, *linked = np.split(place, 3)
-            prev, following = np.full((2, len(rows_used)), -1)
+            prev = np.full(len(rows_used), -1)
+            following = np.full(len(rows_used), -1)
             prev[own_places], following[own_places] = (
                 np.where(link < 0, -1, linked_place)
                 for link, linked_place in zip(neighbours, linked, strict=True)
@@ -173,7 +176,9 @@ class Annotations:
         }
         last = np.cumsum(counts)
         boxes = []
-        for part in map(slice, (last - counts).tolist(), last.tolist()):
+        bounds = zip((last - counts).tolist(), last.tolist(), strict=True)
+        for first, end in bounds:
+            part = slice(first, end)
             box_columns = {name: values[part] for name, values in columns.items()}
             if stated is not None and np.isnan(box_columns["velocity"]).all():
                 box_columns["velocity"] = None

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
@@ -86,9 +87,8 @@ class SceneRows(NamedTuple):
 
     def row_of(self, number: int, channel: str) -> int:
         """Return the row of ``sample_data`` that a sample has of a sensor, -1 for none."""
-        return int(
-            self.keyframes.sensor_rows[self.samples[number], self.keyframes.channels.index(channel)]
-        )
+        column = self.keyframes.channels.index(channel)
+        return int(self.keyframes.sensor_rows[self.samples[number], column])
 
 
 class SensorPoses:
@@ -107,11 +107,17 @@ class SensorPoses:
             rows = self.pose_of[first : first + ROWS_AT_ONCE]
             owners = self._poses.tokens.take(rows)
             for name in ("translation", "rotation"):
-                check_finite(columns[name][rows], owners, table="ego_pose", column=name)
+                check_finite(
+                    columns[name][rows],
+                    owners=owners,
+                    table="ego_pose",
+                    column=name,
+                )
 
     def sensor_of(self, rows: I64) -> I64:
         """Return numbers of the sensors of rows of ``sample_data``."""
-        numbers: I64 = self._calibrated.links["sensor_token"][self.calibrated_of[rows]]
+        sensors = self._calibrated.links["sensor_token"]
+        numbers: I64 = sensors[self.calibrated_of[rows]]
         return numbers
 
     def sensor2ego(self, calibrated: I64) -> F64:
@@ -127,7 +133,8 @@ class SensorPoses:
     def ego2global(self, poses: I64) -> F64:
         """Return matrices (..., 4, 4) of rows of ``ego_pose`` (...)."""
         columns = self._poses.columns
-        return np.asarray(rigid(columns["rotation"][poses], columns["translation"][poses]))
+        rotation = columns["rotation"][poses]
+        return np.asarray(rigid(rotation, columns["translation"][poses]))
 
     def calibrations(self, rows: I64) -> dict[int, dict[str, Any]]:
         """Return intrinsics, lens and place on the vehicle as an `Image` has them, of rows of
@@ -161,7 +168,8 @@ class SensorPoses:
                 f"table 'calibrated_sensor': camera row '{table.tokens[row]}' has no 3 x 3 "
                 "intrinsics"
             )
-        for row in np.flatnonzero(is_camera & ~np.isin(lengths, list(LENS_OF_LENGTH))).tolist():
+        has_lens = np.isin(lengths, list(LENS_OF_LENGTH))
+        for row in np.flatnonzero(is_camera & ~has_lens).tolist():
             allowed = ", ".join(f"{length} ({model})" for length, model in LENS_OF_LENGTH.items())
             raise SourceError(
                 f"table 'calibrated_sensor': camera row '{table.tokens[row]}' has "
@@ -206,7 +214,8 @@ class Keyframes:
             "lidar": {},
             "radar": {},
         }
-        for number in np.unique(joined["calibrated_sensor"].links["sensor_token"][used]).tolist():
+        sensors_used = joined["calibrated_sensor"].links["sensor_token"][used]
+        for number in np.unique(sensors_used).tolist():
             by_kind[sensors[number].modality][sensors[number].channel] = number
         self.cameras = in_rig_order(by_kind["camera"])
         self.lidars = sorted(by_kind["lidar"], key=lambda name: (name != "LIDAR_TOP", name))
@@ -238,7 +247,12 @@ class Keyframes:
             [number_of.get(sensor.channel, -1) for sensor in self.sensor_poses.sensors],
             np.int64,
         )
-        self.sensor_rows = self.disk.filled(-1, len(samples), np.int64, (len(self.channels),))
+        self.sensor_rows = self.disk.filled(
+            -1,
+            num_rows=len(samples),
+            dtype=np.int64,
+            shape=(len(self.channels),),
+        )
         flat = self.sensor_rows.reshape(-1)
         for first in range(0, len(sample_of), ROWS_AT_ONCE):
             sample = sample_of[first : first + ROWS_AT_ONCE]
@@ -277,19 +291,20 @@ class Keyframes:
             )
             row_index = np.arange(len(rows))
             is_known = away_us[row_index, column] < _FAR_US
-            poses = np.where(is_known, self.sensor_poses.pose_of[rows[row_index, column]], -1)
+            data_rows = rows[row_index, column]
+            poses = np.where(is_known, self.sensor_poses.pose_of[data_rows], -1)
+        has_pose = poses >= 0
         matrices = np.full((len(samples), 4, 4), np.nan)
-        matrices[poses >= 0] = self.sensor_poses.ego2global(poses[poses >= 0])
+        matrices[has_pose] = self.sensor_poses.ego2global(poses[has_pose])
         return matrices
 
     def scenes(self) -> Iterator[tuple[int, I64]]:
         """Yield each row of table ``scene`` with its samples in time order, which may be none."""
         scene_of = self.joined["sample"].links["scene_token"]
         order = np.lexsort((self.timestamp_us, scene_of))
-        starts = np.searchsorted(scene_of, np.arange(len(self.joined["scene"]) + 1), sorter=order)
-        for row, (first, end) in enumerate(
-            zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)
-        ):
+        scenes = np.arange(len(self.joined["scene"]) + 1)
+        starts = np.searchsorted(scene_of, scenes, sorter=order).tolist()
+        for row, (first, end) in enumerate(pairwise(starts)):
             yield row, order[first:end]
 
     def scene_rows(self, samples: I64) -> SceneRows:
@@ -298,7 +313,8 @@ class Keyframes:
         has = rows >= 0
         data_rows = rows[has]
         data = self.joined["sample_data"]
-        scene = int(self.joined["sample"].links["scene_token"][samples[0]])
+        scenes = self.joined["sample"].links["scene_token"]
+        scene = int(scenes[samples[0]])
         calibrated = self.sensor_poses.calibrated_of[data_rows]
         self.disk.used(rows.size)
         calibrations = self.sensor_poses.calibrations(calibrated)

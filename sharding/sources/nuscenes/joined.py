@@ -78,7 +78,8 @@ def _stack_vectors(length: int) -> Callable[[list[Any]], Any]:
 
 
 def _stack_velocities(values: list[Any]) -> Any:
-    return vectors([value or (np.nan,) * 3 for value in values], 3)
+    nothing = (np.nan,) * 3
+    return vectors([value or nothing for value in values], 3)
 
 
 def _stack_sides(values: list[int | None]) -> Any:
@@ -88,7 +89,8 @@ def _stack_sides(values: list[int | None]) -> Any:
 def _stack_point_counts(values: list[int | None]) -> Any:
     """Return numbers of points, -1 for null and for negative ones."""
     # NaN stands for null; fmax takes the other.
-    return np.fmax(np.array(values, np.float64), -1).astype(np.int32)
+    numbers = np.array(values, np.float64)
+    return np.fmax(numbers, -1).astype(np.int32)
 
 
 def _stack_intrinsics(values: list[Sequence[Sequence[float]]]) -> Any:
@@ -310,9 +312,15 @@ class JoinedTable:
         if self.name not in _LARGE:
             self.records += records
         for field, column in self.columns.items():
-            values = _COLUMNS[field].column(list(map(attrgetter(field), records)))
+            values_read = list(map(attrgetter(field), records))
+            values = _COLUMNS[field].column(values_read)
             if field in _CHECKED and self.name != "ego_pose":
-                check_finite(values, tokens_added, table=self.name, column=field)
+                check_finite(
+                    values,
+                    owners=tokens_added,
+                    table=self.name,
+                    column=field,
+                )
             column.append(values)
         for field, tokens in self.link_texts.items():
             tokens.append(_list_tokens(records, field))
@@ -391,7 +399,8 @@ class Joined:
             rows_found = target.rows_of(
                 *self_links, *(source.link_texts[field] for source, field in into)
             )
-            for (source, field), rows in zip(into, rows_found[len(self_links) :], strict=True):
+            link_rows = rows_found[len(self_links) :]
+            for (source, field), rows in zip(into, link_rows, strict=True):
                 link = source.to[field]
                 source.links[field] = rows
                 if field not in source.stored.may_dangle:
@@ -442,9 +451,9 @@ class Joined:
     @cached_property
     def _is_wanted(self) -> Mask:
         """Which rows of ``calibrated_sensor`` are of a wanted sensor."""
-        return np.asarray(
-            self._wanted(self["sensor"].records)[self["calibrated_sensor"].links["sensor_token"]]
-        )
+        sensors = self["calibrated_sensor"].links["sensor_token"]
+        is_wanted = self._wanted(self["sensor"].records)
+        return np.asarray(is_wanted[sensors])
 
 
 _TOKEN: Final = attrgetter("token")

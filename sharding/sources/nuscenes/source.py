@@ -195,15 +195,15 @@ class NuScenesOptions(FrameSettings, frozen=True, kw_only=True):
     sweeps: Annotated[
         int,
         Meta(
-            description="number of earlier nuScenes lidar sweeps to store with every keyframe (9: every "
-            "sweep once; default: 0)"
+            description="number of earlier nuScenes lidar sweeps to store with every keyframe (9: "
+            "every sweep once; default: 0)"
         ),
     ] = 0
     dangling_links: Annotated[
         Literal["error", "cut"],
         Meta(
-            description="records of a cut-out set that refer to ones that it lacks: raise an error, or "
-            "cut: drop links to neighbours, and records without their sample, scene, "
+            description="records of a cut-out set that refer to ones that it lacks: raise an "
+            "error, or cut: drop links to neighbours, and records without their sample, scene, "
             "calibration, track or category"
         ),
     ] = "error"
@@ -234,7 +234,8 @@ class NuScenesOptions(FrameSettings, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         """Check that the options go together."""
-        if self.radar_sweeps < 0 or (self.radar_sweeps and "radar" not in self.channels):
+        has_sweeps = self.radar_sweeps > 0
+        if self.radar_sweeps < 0 or (has_sweeps and "radar" not in self.channels):
             raise ConfigError(
                 f"radar_sweeps={self.radar_sweeps} must be 0 or more, and 0 without "
                 "channels=[radar]"
@@ -253,7 +254,8 @@ class TableSource(FrameSource[S]):
     def points(self, ref: str) -> F32:
         """Read a sweep: rows of five float32, ``.npy``, or PCD with these columns; or a radar's."""
         if ref.startswith("{"):
-            return msgspec.json.decode(ref, type=RadarFiles).points(self.files.read)
+            radar = msgspec.json.decode(ref, type=RadarFiles)
+            return radar.points(self.files.read)
         return parse_points(
             self.files.read(ref),
             POINT_COLUMNS,
@@ -299,7 +301,7 @@ class NuScenesSource(TableSource[NuScenesOptions]):
     """
 
     kind = "nuscenes"
-    settings = NuScenesOptions
+    settings_type = NuScenesOptions
     sync = "keyframe"
     columns = _COLUMNS
     _keyframes: Keyframes
@@ -308,8 +310,8 @@ class NuScenesSource(TableSource[NuScenesOptions]):
 
     def __init__(self, location: str, options: dict[str, Any]) -> None:
         super().__init__(location, options)
-        self._can = CanBus(has_series=self.given.series)
-        if "map" in self.given.channels:
+        self._can = CanBus(has_series=self.settings.series)
+        if "map" in self.settings.channels:
             self.maps = MapWindows(LAYERS, lambda file: parse_map(self.files.read(file), file))
 
     @property
@@ -317,7 +319,7 @@ class NuScenesSource(TableSource[NuScenesOptions]):
         """Columns of attributes; classes of the source's own are not known before the tables are
         read: no counts.
         """
-        names = ClassMap(self.given.classes, ()).names
+        names = ClassMap(self.settings.classes, ()).names
         types = attribute_types(names, self.columns)
         return {name: types[name] for name in (*_ATTRIBUTES, *map(count_column, names))}
 
@@ -328,8 +330,8 @@ class NuScenesSource(TableSource[NuScenesOptions]):
 
     def scan(self, out: ScanWriter) -> ScanInfo:
         """Read the tables, look at every file's size, write one row for each sample."""
-        settings = self.given
-        cut = Cut(is_on=self.given.dangling_links == "cut", remedy=_CUT)
+        settings = self.settings
+        cut = Cut(is_on=self.settings.dangling_links == "cut", remedy=_CUT)
         with self.files.scanning():
             tables = Tables(self.files, self._version())
             tables.check()
@@ -346,7 +348,12 @@ class NuScenesSource(TableSource[NuScenesOptions]):
                 select_sensors=sensor_filter,
                 cut=cut,
             )
-            self._keyframes = keyframes = Keyframes(joined, out.disk, ("LIDAR_TOP",), stay=True)
+            self._keyframes = keyframes = Keyframes(
+                joined=joined,
+                disk=out.disk,
+                leading=("LIDAR_TOP",),
+                stay=True,
+            )
             if not keyframes.cameras:
                 raise SourceError(
                     f"table '{tables.path('sample_data')}' has no keyframes of cameras"
@@ -416,7 +423,7 @@ class NuScenesSource(TableSource[NuScenesOptions]):
         annotations = self._annotations
         is_labelled = len(annotations) > 0
         make: dict[GroupName, Callable[[], Group]] = {
-            "radar": lambda: Radars(tables, disk, keyframes, self.given.radar_sweeps),
+            "radar": lambda: Radars(tables, disk, keyframes, self.settings.radar_sweeps),
             "can": lambda: self._can,
             "boxes2d": lambda: Stated(image_box_channels(keyframes.cameras if is_labelled else ())),
             "tokens": lambda: Stated((TOKENS,) if is_labelled else ()),
@@ -425,10 +432,10 @@ class NuScenesSource(TableSource[NuScenesOptions]):
         }
         if self.maps is not None:
             make["map"] = partial(Maps, self.maps)
-        return {name: make[name]() for name in make if name in self.given.channels}
+        return {name: make[name]() for name in make if name in self.settings.channels}
 
     def _classes(self) -> ClassMap:
-        option = CATEGORIES if self.given.classes == NUSCENES10 else self.given.classes
+        option = CATEGORIES if self.settings.classes == NUSCENES10 else self.settings.classes
         return ClassMap(option, self._annotations.categories)
 
     def sensors(self) -> Sensors:
@@ -449,7 +456,7 @@ class NuScenesSource(TableSource[NuScenesOptions]):
             scene = scenes[row]
             log = logs[joined["scene"].links["log_token"][row]]
             # Samples in the order of time are the scene's next links, and nbr_samples of them.
-            is_cut = self.given.dangling_links == "cut"
+            is_cut = self.settings.dangling_links == "cut"
             table = self._keyframes.joined["sample"]
             if len(samples) != scene.nbr_samples and not is_cut:
                 raise SourceError(
@@ -457,9 +464,9 @@ class NuScenesSource(TableSource[NuScenesOptions]):
                     f"table 'sample' has {len(samples)} of it"
                 )
             following = table.links["next"][samples]
-            wrong = (following != np.append(samples[1:], -1)[: len(samples)]) & ~(
-                is_cut & (following < 0)
-            )
+            expected = np.append(samples[1:], -1)[: len(samples)]
+            is_link_cut = is_cut & (following < 0)
+            wrong = (following != expected) & ~is_link_cut
             if wrong.any():
                 raise SourceError(
                     f"table 'sample': row '{table.tokens[int(samples[wrong.argmax()])]}' of "
@@ -505,7 +512,7 @@ class NuScenesSource(TableSource[NuScenesOptions]):
         """
         assert isinstance(clip, _SceneClip), "it is of this source"
         keyframes = self._keyframes
-        channel_groups = self.given.channels
+        channel_groups = self.settings.channels
         rows = keyframes.scene_rows(clip.samples)
         cameras = [name.lower() for name in keyframes.cameras]
         # A test split has no annotations.
@@ -517,7 +524,8 @@ class NuScenesSource(TableSource[NuScenesOptions]):
                 raise SourceError(f"table 'sample': row '{token}' has no sensor data at all")
             for lidar, sweep in rows.lidars[number].items():
                 if not sweep.absent and not sweep.ref.endswith(_POINT_FILES):
-                    row = keyframes.joined["sample_data"].tokens[rows.row_of(number, lidar)]
+                    data_row = rows.row_of(number, lidar)
+                    row = keyframes.joined["sample_data"].tokens[data_row]
                     raise SourceError(
                         f"table 'sample_data': row '{row}' of a lidar has the file "
                         f"'{sweep.ref}', of a kind that is not read; read are "
@@ -560,14 +568,16 @@ class NuScenesSource(TableSource[NuScenesOptions]):
         frame.
         """
         if ref.startswith("{"):
-            return msgspec.json.decode(ref, type=CanMessages).member(self.files.read)
+            messages = msgspec.json.decode(ref, type=CanMessages)
+            return messages.member(self.files.read)
         if ref.startswith("["):
-            return msgspec.json.decode(ref, type=SweepList).member(self.points)
+            sweeps = msgspec.json.decode(ref, type=SweepList)
+            return sweeps.member(self.points)
         return super().open(ref)
 
     def _version(self) -> str:
         """Name of the tables' folder."""
-        version = self.given.version
+        version = self.settings.version
         root = self.files.shown
         if version is None:
             folders = self.files.folders_with("sample.json")

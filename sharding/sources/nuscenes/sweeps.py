@@ -40,7 +40,8 @@ class SweepList(msgspec.Struct, frozen=True, array_like=True):
         """Return the member's bytes; ``read`` gives a file's points (P, C)."""
         sweeps = [read(file) for file in self.files]
         poses = np.tile(np.eye(4), (len(self.files), 1, 1))
-        poses[:, :3] = np.array(self.lidar2global).reshape(-1, 3, 4)
+        flat_poses = np.array(self.lidar2global)
+        poses[:, :3] = flat_poses.reshape(-1, 3, 4)
         return encode_arrays(
             Sweeps(
                 num_points=np.array([len(points) for points in sweeps], np.int64),
@@ -69,13 +70,15 @@ class SensorSweeps:
         """
 
         def has_modality(sensors: Sequence[Sensor]) -> Mask:
-            return np.array([sensor.modality == modality for sensor in sensors], np.bool_)
+            is_of_modality = [sensor.modality == modality for sensor in sensors]
+            return np.array(is_of_modality, np.bool_)
 
         joined = Joined(tables, disk, SWEEPS, has_modality)
         self._data = joined["sample_data"]
         self._modality = modality
         self._sensor_poses = SensorPoses(joined)
-        (self._row_of,) = self._data.tokens.rows_of(keyframes.joined["sample_data"].tokens)
+        sample_data = keyframes.joined["sample_data"]
+        (self._row_of,) = self._data.tokens.rows_of(sample_data.tokens)
         self._num_sweeps = num_sweeps
 
     def rows_up_to(self, key: int) -> list[int]:
@@ -125,7 +128,9 @@ class LidarSweeps(SensorSweeps):
     def members(self, rows: SceneRows, number: int) -> Iterator[FileMember]:
         """Yield the earlier sweeps of each lidar, fewer where its links end; raises SourceError."""
         for lidar, sweep in rows.lidars[number].items():
-            before = () if sweep.absent else self.rows_up_to(rows.row_of(number, lidar))[1:]
+            before: Sequence[int] = ()
+            if not sweep.absent:
+                before = self.rows_up_to(rows.row_of(number, lidar))[1:]
             if before:
                 files, timestamp_ns, lidar2global = self.files(before)
                 sweep_list = SweepList(

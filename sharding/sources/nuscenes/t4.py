@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import msgspec
@@ -67,7 +66,6 @@ from fuelrail.sharding.sources.nuscenes.tables import (
 
 if TYPE_CHECKING:
     import os
-    from collections import Counter
 
     from fuelrail.pipeline.sample.schema import F64, I64
     from fuelrail.sharding.sources.nuscenes.geometry import SceneRows
@@ -123,7 +121,8 @@ class T4Settings(FrameSettings, frozen=True, kw_only=True):
     radars: Annotated[
         bool,
         Meta(
-            description="true stores radars (PCD with nuScenes' 18 fields) as channels of their names"
+            description="true stores radars (PCD with nuScenes' 18 fields) as channels of their "
+            "names"
         ),
     ] = False
 
@@ -140,14 +139,24 @@ class T4(TableSource[T4Settings]):
     """
 
     kind = "t4"
-    settings = T4Settings
+    settings_type = T4Settings
     _folder: str | os.PathLike[str]
 
     def __init__(self, location: str, options: dict[str, Any]) -> None:
         super().__init__(location, options)
-        read_map = partial(_read_map, self.files, self.noted)
-        self.maps = MapWindows(lanelet2.MAP_LAYERS, read_map) if self.given.map else None
-        self._state_channel = vehicle_state.state_channel(series=self.given.series)
+
+        def read_map(dataset: str) -> VectorMap:
+            name = f"{dataset}{lanelet2.FILE}"
+            where = f"map '{self.files.shown}/{name}'"
+            vector_map, num_others = lanelet2.parse_map(self.files.read(name), where)
+            if num_others:
+                self.noted["lines of maps whose type is not stored"] += num_others
+            return vector_map
+
+        self.maps = None
+        if self.settings.map:
+            self.maps = MapWindows(lanelet2.MAP_LAYERS, read_map)
+        self._state_channel = vehicle_state.state_channel(series=self.settings.series)
 
     def scan(self, out: ScanWriter) -> ScanInfo:
         """Write a row for each frame that is kept; columns of the tables are on the disk of the
@@ -215,10 +224,10 @@ class T4(TableSource[T4Settings]):
             )
         self.box_attributes = list(attributes)
         self.image_boxes = (
-            {name.lower(): _BOXES2D for name in cameras} if self.given.boxes2d else {}
+            {name.lower(): _BOXES2D for name in cameras} if self.settings.boxes2d else {}
         )
-        self.channels = tuple(map(radar_channel, sorted(radars))) if self.given.radars else ()
-        self.channels += (self._state_channel,) if self.given.vehicle_state else ()
+        self.channels = tuple(map(radar_channel, sorted(radars))) if self.settings.radars else ()
+        self.channels += (self._state_channel,) if self.settings.vehicle_state else ()
         return Sensors.from_names(
             in_rig_order(cameras), dict.fromkeys(sorted(lidars), POINT_COLUMNS)
         )
@@ -227,22 +236,24 @@ class T4(TableSource[T4Settings]):
         """Yield the scene of each dataset."""
         for dataset in self._datasets():
             with self._naming(dataset):
-                joined = Joined(self._tables(dataset), Disk(self._folder), SCENES)
+                disk = Disk(self._folder)
+                joined = Joined(self._tables(dataset), disk, SCENES)
             scenes: list[Scene] = joined["scene"].records
             if len(scenes) != 1:
                 raise SourceError(
                     f"'{self.files.shown}/{dataset}{_FOLDER}' has {len(scenes)} scenes, "
                     "expected one"
                 )
-            log = joined["log"].records[int(joined["scene"].links["log_token"][0])]
+            log_row = int(joined["scene"].links["log_token"][0])
+            log = joined["log"].records[log_row]
             (scene,) = scenes
             maps: list[str] = []
-            if self.given.map:
+            if self.settings.map:
                 map_folder, _, map_name = lanelet2.FILE.partition("/")
                 if map_name in _list_inside(self.files, f"{dataset}{map_folder}"):
                     maps = [f"{dataset}{lanelet2.FILE}"]
             series = {}
-            if self.given.vehicle_state and self.given.series:
+            if self.settings.vehicle_state and self.settings.series:
                 series[self._state_channel.name] = signal_series(*self._read_states(dataset))
             yield Clip(
                 name=dataset.partition("/")[0] or scene.name,
@@ -263,10 +274,16 @@ class T4(TableSource[T4Settings]):
         with self._naming(dataset):
             disk = Disk(self._folder)
             joined = Joined(self._tables(dataset), disk, T4_KEYFRAMES)
-            keyframes = Keyframes(joined, disk, None, dataset, stay=False)
+            keyframes = Keyframes(
+                joined=joined,
+                disk=disk,
+                leading=None,
+                folder=dataset,
+                stay=False,
+            )
             # Annotations in images with their categories, by row of `sample_data`.
             in_images: dict[str, list[tuple[_ImageAnnotation, str]]] = {}
-            if self.given.boxes2d:
+            if self.settings.boxes2d:
                 category = joined["category"]
                 records = self._tables(dataset).all("object_ann", _ImageAnnotation)
                 links = [record.category_token for record in records]
@@ -281,17 +298,19 @@ class T4(TableSource[T4Settings]):
                 )
                 for record, category_row in zip(records, categories.tolist(), strict=True):
                     name = category.records[category_row].name
-                    in_images.setdefault(record.sample_data_token, []).append((record, name))
+                    annotations = in_images.setdefault(record.sample_data_token, [])
+                    annotations.append((record, name))
         ((_, samples),) = keyframes.scenes()
         rows = keyframes.scene_rows(samples)
         boxes = Annotations(joined, disk).scene_boxes(rows, self.box_attributes)
-        windows = self.maps if clip.files[:1] == (f"{dataset}{lanelet2.FILE}",) else None
+        has_map = clip.files[:1] == (f"{dataset}{lanelet2.FILE}",)
+        windows = self.maps if has_map else None
         if self.maps is not None and windows is None:
             self.noted["datasets without a map"] += 1
         for token, timestamp_us in zip(rows.tokens, rows.timestamp_us, strict=True):
             check_time(timestamp_us, token)
         states: list[list[Reference]] = [[] for _ in rows.timestamp_us]
-        if self.given.vehicle_state and not self.given.series:
+        if self.settings.vehicle_state and not self.settings.series:
             times_ns = [timestamp_us * NS_PER_US for timestamp_us in rows.timestamp_us]
             states = signals(self._state_channel, *self._read_states(dataset), times_ns)
         for number, own_boxes in enumerate(boxes):
@@ -302,7 +321,7 @@ class T4(TableSource[T4Settings]):
             boxes2d: dict[str, ImageBoxRows] = {}
             for channel, image in rows.images[number].items():
                 images[channel] = Absent(NOT_VALID) if image.absent else image
-                if self.given.boxes2d and not image.absent:
+                if self.settings.boxes2d and not image.absent:
                     stated = in_images.get(image.token, [])
                     row_of = {track: row for row, track in enumerate(own_boxes.track or ())}
                     boxes2d[channel] = ImageBoxRows(
@@ -317,7 +336,7 @@ class T4(TableSource[T4Settings]):
                 if not sweep.absent
             }
             members: list[Reference | FileMember] = [*states[number]]
-            if self.given.radars:
+            if self.settings.radars:
                 members += self._iter_radars(rows, number)
             if windows is not None and ego2global is not None:
                 members.append(windows.make_window(dataset, ego2global))
@@ -376,11 +395,3 @@ def _list_inside(files: SourceFiles, folder: str) -> list[str]:
         return files.listed(folder)
     except SourceError:
         return []  # a file
-
-
-def _read_map(files: SourceFiles, noted: Counter[str], dataset: str) -> VectorMap:
-    name = f"{dataset}{lanelet2.FILE}"
-    vector_map, num_others = lanelet2.parse_map(files.read(name), f"map '{files.shown}/{name}'")
-    if num_others:
-        noted["lines of maps whose type is not stored"] += num_others
-    return vector_map

@@ -166,7 +166,12 @@ class Tables:
         if name not in self.files.listed(self.folder):
             return None
         where = f"'{self.files.shown}/{self.folder}/{name}'"
-        return read_json(self.files.read(f"{self.folder}/{name}"), where, kind, problem)
+        return read_json(
+            self.files.read(f"{self.folder}/{name}"),
+            where=where,
+            kind=kind,
+            problem=problem,
+        )
 
     def read(self, table: str, kind: type[R]) -> Iterator[list[R]]:
         """Yield a table's records in pieces, in order; raise SourceError where it is not a list
@@ -237,7 +242,8 @@ def _decode_pieces(
         end = len(pending)
         while (end := pending.rfind(b"}", 0, end)) > 0:
             rest = pending[end + 1 : end + 64].lstrip()
-            if rest.startswith(b",") and rest[1:].lstrip().startswith(b"{"):
+            next_record = rest[1:].lstrip()
+            if rest.startswith(b",") and next_record.startswith(b"{"):
                 break
         if end > 0:
             cut = end + 1

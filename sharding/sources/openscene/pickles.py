@@ -80,7 +80,8 @@ def _fill_array(
         if is_wrong.any():
             code = int(points[np.argmax(is_wrong)])
             raise ValueError(f"a text has the code point {code:#x}, which is no character")
-    return np.frombuffer(bytes(data), form.dtype).reshape(shape, order=order)
+    values = np.frombuffer(bytes(data), form.dtype)
+    return values.reshape(shape, order=order)
 
 
 class _Name(NamedTuple):
@@ -96,6 +97,8 @@ _NAMES: Final[dict[tuple[str, str], Callable[..., Any]]] = {
     ("numpy", "dtype"): _Form,
     ("numpy", "ndarray"): _Array,
 }
+
+
 for _core in ("numpy.core", "numpy._core"):
     _NAMES[f"{_core}.multiarray", "_reconstruct"] = lambda *_: _Array()
     _NAMES[f"{_core}.multiarray", "scalar"] = lambda form, data: _fill_array(data, form, ()).item()

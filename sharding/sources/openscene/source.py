@@ -87,7 +87,7 @@ class OpenScene(FrameSource[OpenSceneSettings]):
     """
 
     kind = "openscene"
-    settings = OpenSceneSettings
+    settings_type = OpenSceneSettings
     ego_origin = "rear_axle"
     license = "CC BY-NC-SA 4.0"
     columns: Mapping[str, type] = {
@@ -139,15 +139,15 @@ class OpenScene(FrameSource[OpenSceneSettings]):
         names = self.files.listed()
         folder = next((name for name in _LOGS if name in names), "")
         parts = self.files.folders(folder) if folder else []
-        if self.given.part:
-            if self.given.part not in parts:
+        if self.settings.part:
+            if self.settings.part not in parts:
                 raise SourceError(
                     f"'{self.files.shown}' has no logs of part "
-                    f"'{shortened(self.given.part)}'; it has: "
+                    f"'{shortened(self.settings.part)}'; it has: "
                     f"{', '.join(map(shortened, parts)) or 'none'} (folders in "
                     f"{' or '.join(_LOGS)})"
                 )
-            parts = [self.given.part]
+            parts = [self.settings.part]
         for part in parts:
             for name in self.files.listed(f"{folder}/{part}"):
                 if name.endswith(".pkl"):
@@ -177,12 +177,15 @@ class OpenScene(FrameSource[OpenSceneSettings]):
             poses = pose(rotations, translations, where)
             times_ns = times_us * 1000
             # The frame of each step of the trajectory, -1 for none.
-            step_times = times_ns[:, None] + (np.arange(STEPS) - PAST) * _STEP_NS
+            step_ns = (np.arange(STEPS) - PAST) * _STEP_NS
+            step_times = times_ns[:, None] + step_ns
             rows_near = nearest(times_ns, step_times)
-            steps = np.where(abs(times_ns[rows_near] - step_times) <= _NEAR_NS, rows_near, -1)
+            is_near = abs(times_ns[rows_near] - step_times) <= _NEAR_NS
+            steps = np.where(is_near, rows_near, -1)
             for number, row in enumerate(rows):
                 exists = steps[number] >= 0
-                later_s = (times_ns[steps[number][exists]] - times_ns[number]) * 1e-9
+                frames_of_steps = steps[number][exists]
+                later_s = (times_ns[frames_of_steps] - times_ns[number]) * 1e-9
                 trajectory = ego_trajectory(
                     invert_rigid(poses[number]),
                     poses[steps[number][exists]],
@@ -215,8 +218,10 @@ class OpenScene(FrameSource[OpenSceneSettings]):
         images = {}
         for name, camera in row["cams"].items():
             to_lidar = np.eye(4)
-            to_lidar[:3, :3] = _read_numbers(camera["sensor2lidar_rotation"], 3, 3)
-            to_lidar[:3, 3] = _read_numbers(camera["sensor2lidar_translation"], 3)
+            rotation = camera["sensor2lidar_rotation"]
+            translation = camera["sensor2lidar_translation"]
+            to_lidar[:3, :3] = _read_numbers(rotation, 3, 3)
+            to_lidar[:3, 3] = _read_numbers(translation, 3)
             images[name.lower()] = Image(
                 ref=f"{blobs}/{camera['data_path']}",
                 timestamp_ns=time_ns,
@@ -231,12 +236,14 @@ class OpenScene(FrameSource[OpenSceneSettings]):
             labels = row["anns"]
             numbers = np.asarray(labels["gt_boxes"], np.float64).reshape(-1, 7)
             velocity = np.asarray(labels["gt_velocity_3d"], np.float64).reshape(-1, 3)
+            names = np.asarray(labels["gt_names"]).tolist()
+            tokens = np.asarray(labels["track_tokens"]).tolist()
             boxes = BoxRows(
                 centre=numbers[:, :3],
                 size_lwh=numbers[:, 3:6],
                 yaw=numbers[:, 6],
-                category=[str(name) for name in np.asarray(labels["gt_names"]).tolist()],
-                track=[str(token) for token in np.asarray(labels["track_tokens"]).tolist()],
+                category=[str(name) for name in names],
+                track=[str(token) for token in tokens],
                 velocity=velocity @ lidar2ego[:3, :3].T,
             )
         state = _read_numbers(row["ego_dynamic_state"], 4)

@@ -150,7 +150,11 @@ def is_plain(kind: pa.DataType) -> bool:
     return all(is_plain(kind.field(number).type) for number in range(kind.num_fields))
 
 
-def byte_ranges(data: pa.Array, mapped: pa.Buffer, advice: str) -> list[tuple[int, int]]:
+def byte_ranges(
+    data: pa.Array,
+    mapped: pa.Buffer,
+    advice: str,
+) -> list[tuple[int, int]]:
     """Return offset and length in a mapped Arrow file of each value of a column of bytes; the
     length of null is 0.
 
@@ -158,14 +162,16 @@ def byte_ranges(data: pa.Array, mapped: pa.Buffer, advice: str) -> list[tuple[in
     """
     _, offsets, content = data.buffers()
     dtype = np.int64 if pa.types.is_large_binary(data.type) else np.int32
-    ends = np.frombuffer(offsets, dtype)[data.offset : data.offset + len(data) + 1]
+    end = data.offset + len(data) + 1
+    ends = np.frombuffer(offsets, dtype)[data.offset : end]
     ends = ends.astype(np.int64)
     begin = content.address - mapped.address if content is not None else 0
     first = begin + ends[0]
     last = begin + ends[-1]
     if first < last and not 0 <= first <= last <= mapped.size:
         raise ValueError(f"its record batches are compressed: {advice}")
-    sizes = np.where(data.is_valid().to_numpy(zero_copy_only=False), np.diff(ends), 0)
+    is_valid = data.is_valid().to_numpy(zero_copy_only=False)
+    sizes = np.where(is_valid, np.diff(ends), 0)
     starts = begin + ends[:-1]
     return list(zip(starts.tolist(), sizes.tolist(), strict=True))
 
@@ -203,7 +209,8 @@ def columns(
             ) from error
         if pa.types.is_fixed_size_list(kind):
             parts = [chunk.flatten().to_numpy() for chunk in values.chunks]
-            arrays[name] = np.concatenate([np.empty(0), *parts]).reshape(-1, kind.list_size)
+            flat = np.concatenate([np.empty(0), *parts])
+            arrays[name] = flat.reshape(-1, kind.list_size)
         else:
             arrays[name] = (
                 values.to_numpy() if values.num_chunks else np.empty(0, kind.to_pandas_dtype())
@@ -213,7 +220,8 @@ def columns(
 
 def stacked(table: Mapping[str, NDArray[Any]], names: Sequence[str]) -> F64:
     """Return columns of numbers as one array (rows, columns)."""
-    return np.stack([table[name] for name in names], 1).astype(np.float64)
+    columns = np.stack([table[name] for name in names], 1)
+    return columns.astype(np.float64)
 
 
 def check_unique(names: Sequence[Any], where: str, noun: str) -> None:
@@ -267,7 +275,12 @@ def read_parquet(
     return columns(table, where, types)
 
 
-def open_parquet(files: SourceFiles, name: str, *, read_whole: bool = False) -> BoundedParquet:
+def open_parquet(
+    files: SourceFiles,
+    name: str,
+    *,
+    read_whole: bool = False,
+) -> BoundedParquet:
     """Open a file; at a URL by ranges, or with ``read_whole`` at once, which no scan needs.
 
     Raise SourceError for other files.
@@ -343,7 +356,9 @@ class BoundedParquet(pq.ParquetFile):  # type: ignore[misc] # pyarrow has no typ
         chunk = self.metadata.row_group(group).column(number)
         if chunk.physical_type == "BYTE_ARRAY":
             return int(chunk.num_values * (chunk.total_uncompressed_size + _OFFSET_BYTES))
-        width = _WIDTHS.get(chunk.physical_type) or self.schema.column(number).length
+        width = _WIDTHS.get(chunk.physical_type)
+        if not width:
+            width = self.schema.column(number).length
         return int(chunk.num_values * width)
 
     def iter_batches(
@@ -403,7 +418,8 @@ class BoundedParquet(pq.ParquetFile):  # type: ignore[misc] # pyarrow has no typ
             most_bytes = 0
             for number in range(self.metadata.num_columns):
                 path = self.schema.column(number).path
-                if selected is None or path in selected or path.partition(".")[0] in selected:
+                column = path.partition(".")[0]
+                if selected is None or path in selected or column in selected:
                     most_bytes += sum(self._count_bytes(group, number) for group in row_groups)
             if most_bytes <= _MOST_COLUMN:
                 return super().read_row_groups(list(row_groups), columns, **options)
@@ -430,7 +446,8 @@ def _count_decoded_bytes(array: pa.Array) -> int:
         ):
             return int(array.nbytes)
         lengths = pc.binary_length(array.dictionary)
-        return int(pc.sum(lengths.take(array.indices).cast(pa.int64())).as_py() or 0)
+        lengths_of_rows = lengths.take(array.indices).cast(pa.int64())
+        return int(pc.sum(lengths_of_rows).as_py() or 0)
     if pa.types.is_struct(array.type):
         return sum(
             _count_decoded_bytes(array.field(number)) for number in range(array.type.num_fields)
@@ -467,6 +484,7 @@ def _decode_dictionaries(array: pa.Array) -> pa.Array:
         parts = [
             _decode_dictionaries(array.field(number)) for number in range(array.type.num_fields)
         ]
-        fields = [field.with_type(part.type) for field, part in zip(array.type, parts, strict=True)]
+        pairs = zip(array.type, parts, strict=True)
+        fields = [field.with_type(part.type) for field, part in pairs]
         return pa.StructArray.from_arrays(parts, fields=fields, mask=array.is_null())
     return array

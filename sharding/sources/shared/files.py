@@ -164,7 +164,8 @@ class FolderFiles(_VisibleNames):
             return None
         except (OSError, ValueError) as error:
             raise _make_read_error(path, error) from error
-        if stat.S_IFMT(status.st_mode) not in (stat.S_IFREG, stat.S_IFDIR):
+        kind = stat.S_IFMT(status.st_mode)
+        if kind not in (stat.S_IFREG, stat.S_IFDIR):
             # A FIFO would wait for a writer.
             raise SourceError(f"'{path}' is a FIFO, socket or device; wanted is a file")
         return FileFacts(status.st_size, str(status.st_mtime_ns))
@@ -309,7 +310,8 @@ class UrlFiles(_VisibleNames):
     def facts(self, name: str) -> FileFacts | None:
         """Return size and ETag."""
         if self._listings is None:  # of one file, while samples are written
-            info = self._try(name, functools.partial(self._fs.info, self._path(name)))
+            look = functools.partial(self._fs.info, self._path(name))
+            info = self._try(name, look)
             return FileFacts(info["size"], stated_version(info))
         top, in_folder, _ = name.partition("/")
         top = top if in_folder else ""
@@ -338,9 +340,8 @@ class UrlFiles(_VisibleNames):
         """Return the prefixes under a prefix."""
         path = self._path(folder).rstrip("/")
         entries = self._try(folder, functools.partial(self._list_folder, path))
-        names = {entry["name"].rstrip("/") for entry in entries if entry["type"] == "directory"} - {
-            path
-        }
+        folders = [entry for entry in entries if entry["type"] == "directory"]
+        names = {entry["name"].rstrip("/") for entry in folders} - {path}
         visible = (name.rpartition("/")[2] for name in names)
         return sorted(name for name in visible if not is_hidden(name))
 
@@ -484,7 +485,8 @@ def check_most(num_bytes: int, where: str, limit: int = MOST_BYTES) -> None:
 
 
 def _reason(error: OSError | ValueError) -> str:
-    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+    reason = error.strerror if isinstance(error, OSError) else None
+    return reason or str(error)
 
 
 def _make_read_error(path: str, error: OSError | ValueError) -> SourceError:

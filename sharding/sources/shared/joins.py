@@ -67,7 +67,8 @@ class Tokens(Texts):
         Raises SourceError where two rows have one of these tokens.
         """
         ends = np.cumsum([len(column) for column in links])
-        rows = self.disk.filled(-1, int(ends[-1]), np.int64)
+        num_links = int(ends[-1])
+        rows = self.disk.filled(-1, num_links, np.int64)
         if not len(rows):
             return np.split(rows, ends[:-1])
         first_row = 0
@@ -147,11 +148,13 @@ class TextFilter:
 
     def select(self, records: list[R], texts: Sequence[str]) -> list[R]:
         """Return the records whose text is looked for, and a few others."""
-        return list(itertools.compress(records, self._is_wanted[_hash_texts(texts)].tolist()))
+        is_wanted = self._is_wanted[_hash_texts(texts)].tolist()
+        return list(itertools.compress(records, is_wanted))
 
 
 def _hash_texts(texts: Sequence[str]) -> I64:
-    return np.fromiter(map(hash, texts), np.int64, len(texts)) & (_HASHES - 1)
+    hashes = np.fromiter(map(hash, texts), np.int64, len(texts))
+    return hashes & (_HASHES - 1)
 
 
 class Cut:
@@ -179,7 +182,8 @@ class Cut:
         """
         if self.is_on:
             for column, tokens in links.items():
-                rows = tokens.find([getattr(record, column) for record in records]).tolist()
-                self.count(table, column, sum(row < 0 for row in rows))
-                records = [record for record, row in zip(records, rows, strict=True) if row >= 0]
+                texts = [getattr(record, column) for record in records]
+                is_found = [row >= 0 for row in tokens.find(texts).tolist()]
+                self.count(table, column, len(records) - sum(is_found))
+                records = list(itertools.compress(records, is_found))
         return records

@@ -133,11 +133,13 @@ def convertible_png(head: Buffer) -> ConvertiblePng | None:
     """Return the header of a PNG that can be converted without a change of its colours; None for
     other images.
     """
-    if bytes(head[: len(_STARTS["png"])]) != _STARTS["png"] or len(head) < _PNG_HEADER_BYTES:
+    is_png = bytes(head[: len(_STARTS["png"])]) == _STARTS["png"]
+    if not is_png or len(head) < _PNG_HEADER_BYTES:
         return None
     width, height, bits, colour = struct.unpack_from(">IIBB", head, 16)
     is_odd = colour == _PALETTE or (colour == _GRAY and bits < 8)
-    if not is_odd or bits not in (1, 2, 4, 8) or not 0 < width * height <= MAX_PIXELS:
+    has_size = 0 < width * height <= MAX_PIXELS
+    if not is_odd or bits not in (1, 2, 4, 8) or not has_size:
         return None
     components = 3 if colour == _PALETTE else 1
     return ConvertiblePng(
@@ -168,7 +170,8 @@ def plain_png(data: Buffer) -> Buffer:
         import cv2
 
     unpack_png(gray_of_palette(data), bits=(1, 2, 4, 8))
-    pixels = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_UNCHANGED)
+    encoded = np.frombuffer(data, np.uint8)
+    pixels = cv2.imdecode(encoded, cv2.IMREAD_UNCHANGED)
     if pixels is None:
         raise ImageError("a damaged PNG: it cannot be decoded")
     return bytes(cv2.imencode(".png", pixels)[1])
@@ -203,7 +206,11 @@ def _check_end(data: Buffer, extension: str) -> None:
         )
 
 
-def examined(read: Callable[[int, int], Buffer], num_bytes: int, depth: Depth) -> ImageInfo:
+def examined(
+    read: Callable[[int, int], Buffer],
+    num_bytes: int,
+    depth: Depth,
+) -> ImageInfo:
     """Return what an image of ``num_bytes`` is by its head, after a look at as much of it as
     ``depth`` says.
 
@@ -211,7 +218,8 @@ def examined(read: Callable[[int, int], Buffer], num_bytes: int, depth: Depth) -
     cannot be read.
     """
     fault = ImageError("image is empty (0 bytes)")
-    for limit in (*HEAD_BYTES, *([] if depth == "head" else [num_bytes])):
+    limits = HEAD_BYTES if depth == "head" else (*HEAD_BYTES, num_bytes)
+    for limit in limits:
         head = read(0, min(limit, num_bytes))
         convertible = convertible_png(head)
         if convertible is not None:
@@ -221,7 +229,9 @@ def examined(read: Callable[[int, int], Buffer], num_bytes: int, depth: Depth) -
         try:
             info = probe(head)
             if depth == "ends":
-                tail = head if len(head) >= num_bytes else read(num_bytes - len(head), len(head))
+                tail = head
+                if len(head) < num_bytes:
+                    tail = read(num_bytes - len(head), len(head))
                 extension = EXTENSION_OF[info.format]
                 if not _is_end(tail, extension):
                     _check_end(read(0, num_bytes), extension)
@@ -278,7 +288,8 @@ def _decode_jpeg(data: Buffer) -> None:
             with needs("a JPEG with unusual sampling factors"):
                 import cv2
 
-            if cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_GRAYSCALE) is not None:
+            encoded = np.frombuffer(data, np.uint8)
+            if cv2.imdecode(encoded, cv2.IMREAD_GRAYSCALE) is not None:
                 return
         raise ImageError(f"a damaged JPEG: {error}") from error
 
@@ -290,7 +301,8 @@ def _decode_png(data: Buffer) -> None:
         import cv2
 
     try:
-        image = cv2.imdecode(np.frombuffer(unpack_png(data), np.uint8), cv2.IMREAD_UNCHANGED)
+        encoded = np.frombuffer(unpack_png(data), np.uint8)
+        image = cv2.imdecode(encoded, cv2.IMREAD_UNCHANGED)
     except cv2.error as error:
         raise ImageError(f"a damaged PNG: {error}") from error
     if image is None:

@@ -49,7 +49,8 @@ def parse_points(data: bytes, columns: Sequence[str], where: str) -> F32:
             array = read_npy(data, any_order=True)
         except SchemaError as error:
             raise SourceError(f"{where} is not a valid .npy: {error}") from error
-        if array.ndim != 2 or array.shape[1] != len(columns) or array.dtype.kind not in "fiu":
+        has_columns = array.ndim == 2 and array.shape[1] == len(columns)
+        if not has_columns or array.dtype.kind not in "fiu":
             raise SourceError(
                 f"{where} is {array.dtype}{list(array.shape)}, wanted are numbers [P, "
                 f"{len(columns)}]: {', '.join(columns)}"
@@ -60,7 +61,8 @@ def parse_points(data: bytes, columns: Sequence[str], where: str) -> F32:
         missing = [name for name in columns if name not in fields]
         if missing:
             raise SourceError(f"{where} has no {missing[0]}, its fields are {', '.join(fields)}")
-        return np.stack([fields[name].astype(np.float32) for name in columns], 1)
+        arrays = [fields[name].astype(np.float32) for name in columns]
+        return np.stack(arrays, 1)
     if len(data) % (4 * len(columns)):
         raise SourceError(
             f"{where} of {len(data)} bytes does not hold rows of {len(columns)} float32 "
@@ -86,8 +88,11 @@ def read_pcd(data: bytes, where: str) -> dict[str, NDArray[Any]]:
         position = end + 1
         if words and not words[0].startswith("#"):
             head[words[0].upper()] = words[1:]
-    names, kinds, counts = (head.get(key, []) for key in ("FIELDS", "TYPE", "COUNT"))
-    forms = [f"{kind}{size}" for kind, size in zip(kinds, head.get("SIZE", []), strict=False)]
+    names = head.get("FIELDS", [])
+    kinds = head.get("TYPE", [])
+    counts = head.get("COUNT", [])
+    sizes = head.get("SIZE", [])
+    forms = [f"{kind}{size}" for kind, size in zip(kinds, sizes, strict=False)]
     if not len(names) == len(kinds) == len(forms) or set(counts) - {"1"}:
         raise SourceError(
             f"{where} has FIELDS {' '.join(names):.200}, TYPE and SIZE "
@@ -101,7 +106,8 @@ def read_pcd(data: bytes, where: str) -> dict[str, NDArray[Any]]:
             f"{', '.join(_PCD_TYPES)}"
         )
     points_text = " ".join(head.get("POINTS", []))
-    if not points_text.isdecimal() or len(points_text) > 18 or int(points_text) > len(data):
+    is_number = points_text.isdecimal() and len(points_text) <= 18
+    if not is_number or int(points_text) > len(data):
         raise SourceError(
             f"{where} has POINTS {points_text!r:.80}; expected a number of points in "
             f"{len(data)} bytes"
@@ -119,9 +125,8 @@ def read_pcd(data: bytes, where: str) -> dict[str, NDArray[Any]]:
             raise SourceError(
                 f"{where} has DATA {' '.join(head['DATA']):.80}; read are ascii and binary"
             )
-        dtype = np.dtype(
-            [(name, f"<{form.lower()}") for name, form in zip(names, forms, strict=True)]
-        )
+        pairs = zip(names, forms, strict=True)
+        dtype = np.dtype([(name, f"<{form.lower()}") for name, form in pairs])
         if len(data) - position < number * dtype.itemsize:
             raise SourceError(
                 f"{where} has {len(data) - position} bytes after its header; {number} points have "

@@ -77,9 +77,8 @@ def alike(
         by_length.setdefault(len(data), []).append(row)
     for numbers in by_length.values():
         rows = np.array(numbers)
-        table = np.frombuffer(b"".join([messages[row] for row in numbers]), np.uint8).reshape(
-            len(numbers), -1
-        )
+        joined = b"".join([messages[row] for row in numbers])
+        table = np.frombuffer(joined, np.uint8).reshape(len(numbers), -1)
         while len(rows):
             fixed = np.full(table.shape[1], 0xFF, np.uint8)
             places = dict[int, slice]()
@@ -89,7 +88,8 @@ def alike(
                     places[number] = slice(start, end)
             except ValueError as error:
                 fail(int(rows[0]), str(error))
-            same = ((table ^ table[0]) & fixed == 0).all(1)
+            difference = (table ^ table[0]) & fixed
+            same = (difference == 0).all(1)
             yield rows[same], table[same], places
             rows = rows[~same]
             table = table[~same]
@@ -117,14 +117,20 @@ def spans(
     end = len(data) if end is None else end
     while position < end:
         key = data[position]
-        key, position = (key, position + 1) if key < 0x80 else varint(data, position)
+        if key < 0x80:
+            position += 1
+        else:
+            key, position = varint(data, position)
         wire = key & 7
         if wire == FIXED64:
             length = 8
         elif wire in (BYTES, VARINT):
             length = data[position] if position < end else 0x80
             start = position
-            (length, position) = (length, position + 1) if length < 0x80 else varint(data, position)
+            if length < 0x80:
+                position += 1
+            else:
+                length, position = varint(data, position)
             if wire == VARINT:
                 yield key >> 3, wire, start, position, length
                 continue
@@ -176,7 +182,13 @@ def field_places(window: FileWindow, start: int, end: int) -> Iterator[FieldPlac
         position = begin + length
         if position > end:
             raise ValueError(f"field {key >> 3} has {length} bytes, {end - begin} are left")
-        yield FieldPlace(number=key >> 3, wire=wire, value=value, start=begin, end=position)
+        yield FieldPlace(
+            number=key >> 3,
+            wire=wire,
+            value=value,
+            start=begin,
+            end=position,
+        )
 
 
 def _find_fixed_length(wire: int) -> int:
@@ -337,7 +349,8 @@ def _add_message_type(names: Names, scope: str, message: bytes) -> None:
     type_fields = names.setdefault(name, {})
     for field in _parts(message, 2):
         (number,) = _read_named_fields(field, _FILE_FIELDS)["f3"]
-        kind = b"".join(_parts(field, 6)).decode().lstrip(".")
-        type_fields[number] = (_parts(field, 1)[0].decode(), kind)
+        parent_type = b"".join(_parts(field, 6)).decode()
+        field_name = _parts(field, 1)[0].decode()
+        type_fields[number] = (field_name, parent_type.lstrip("."))
     for nested in _parts(message, 3):
         _add_message_type(names, name, nested)

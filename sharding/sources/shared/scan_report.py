@@ -80,7 +80,9 @@ class ScanReport(msgspec.Struct, kw_only=True):
     def offset(self, channel: str, offset_ns: int) -> None:
         """Note how far a channel's moment is from the sample's."""
         if offset_ns:
-            self.max_offset_ms[channel] = max(self.max_offset_ms.get(channel, 0.0), offset_ns / 1e6)
+            offset_ms = offset_ns / 1e6
+            largest_ms = self.max_offset_ms.get(channel, 0.0)
+            self.max_offset_ms[channel] = max(largest_ms, offset_ms)
 
     def note_image(self, channel: str, info: ImageInfo) -> None:
         """Note what the head of an image says that neither the writer nor the loader applies."""
@@ -104,7 +106,8 @@ class ScanReport(msgspec.Struct, kw_only=True):
         # Where a point is NaN it counts as inside.
         is_beyond = (points < -0.5) | (points > sizes - 0.5)
         outside = is_beyond.any(-1) & (sizes > 0).all(-1)
-        for channel, number in zip(channels, np.count_nonzero(outside, 0).tolist(), strict=True):
+        counts = np.count_nonzero(outside, 0).tolist()
+        for channel, number in zip(channels, counts, strict=True):
             text = (
                 "principal point outside of the image: are the intrinsics those of images of "
                 "this size?"

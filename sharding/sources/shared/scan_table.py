@@ -345,7 +345,8 @@ class ScanWriter:
                         f"attribute '{name}' of sample {shortened(self._pending[row][0])} "
                         f"has {longest} bytes, allowed are {MAX_TEXT_BYTES}; shorten it"
                     )
-        self._writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=self._schema))
+        batch = pa.RecordBatch.from_arrays(arrays, schema=self._schema)
+        self._writer.write_batch(batch)
         self._stamps.append(np.array(self._pending_stamps, np.uint64))
         self._pending = []
         self._pending_bytes = 0
@@ -420,7 +421,8 @@ class ScanTable:
 
     def numbers(self, name: str) -> NDArray[Any]:
         """Return a whole column without nulls (clip, frame, timestamp_ns, size_bytes) as numpy."""
-        column = np.empty(self._length, numpy_dtype(self._file.schema.field(name).type))
+        dtype = numpy_dtype(self._file.schema.field(name).type)
+        column = np.empty(self._length, dtype)
         for number, batch in enumerate(self._all_batches()):
             values = batch.column(name).to_numpy()
             column[number * ROWS_PER_BATCH :][: len(values)] = values
@@ -448,7 +450,8 @@ class ScanTable:
             self._places[batch] = place
         start, ends = place
         row = number % ROWS_PER_BATCH
-        data: bytes = self._bytes.read_at(ends[row + 1] - ends[row], start + ends[row])
+        begin = ends[row]
+        data: bytes = self._bytes.read_at(ends[row + 1] - begin, start + begin)
         return data
 
     def key_batches(self) -> Iterator[pa.Array]:

@@ -38,8 +38,8 @@ _MOST_ZEROS: Final = 256 << 20
 _AHEAD_BYTES: Final = 64 << 10
 _BAD: Final = "is damaged, cut off or none"
 _MOST_OF_HEADER: Final = 64 << 10
-"""Bytes of a long name or of a pax header: tarfile reads these as a whole, and compressed ones may be
-of any size.
+"""Bytes of a long name or of a pax header: tarfile reads these as a whole, and compressed ones may
+be of any size.
 """
 _NUMBER_WITHOUT_END: Final = re.compile(rb"[0-9]{1000}")
 """What tarfile, before Python 3.11.10, tries again from each digit."""

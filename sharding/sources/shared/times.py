@@ -16,7 +16,8 @@ def nearest(times_ns: I64, wanted_ns: I64) -> NDArray[np.intp]:
 
     Of two that are as near, the earlier one is taken.
     """
-    after = np.minimum(np.searchsorted(times_ns, wanted_ns), len(times_ns) - 1)
+    last = len(times_ns) - 1
+    after = np.minimum(np.searchsorted(times_ns, wanted_ns), last)
     before = np.maximum(after - 1, 0)
     return np.where(
         wanted_ns - times_ns[before] <= times_ns[after] - wanted_ns,

@@ -338,8 +338,10 @@ def _select_stream(container: Any) -> Any:
     def rank(stream: Any) -> tuple[bool, int]:
         context = stream.codec_context
         marks = stream.disposition
-        size = context.width * context.height + (5_000_000 if marks & Disposition.default else 0)
-        return not marks & Disposition.attached_pic, size
+        num_pixels = context.width * context.height
+        if marks & Disposition.default:
+            num_pixels += 5_000_000
+        return not marks & Disposition.attached_pic, num_pixels
 
     return max(_list_video_streams(container), key=rank)
 
@@ -441,7 +443,8 @@ def is_keyframe(data: Buffer, codec: str, where: str) -> bool:
     position = head.find(b"\0\0\1")
     has_parameters = False
     while position >= 0 and position + 3 < len(head):
-        kind = head[position + 3] & 0x1F if name == "h264" else head[position + 3] >> 1 & 0x3F
+        head_byte = head[position + 3]
+        kind = head_byte & 0x1F if name == "h264" else head_byte >> 1 & 0x3F
         if kind <= 5 if name == "h264" else kind < 32:  # a picture
             if name == "h264":
                 return kind == 5
@@ -551,12 +554,15 @@ def _convert_planes(planes: Sequence[U8], matrix: int, is_full: bool) -> list[U8
     black = 0 if is_full else 16
 
     def mix_chromas(blue_share: float, red_share: float) -> U8:
-        return np.asarray(
-            cv2.addWeighted(blue, blue_share, red, red_share, 128 * (1 - blue_share - red_share)),
-            np.uint8,
-        )
+        grey = 128 * (1 - blue_share - red_share)
+        chroma = cv2.addWeighted(blue, blue_share, red, red_share, grey)
+        return np.asarray(chroma, np.uint8)
 
-    chromas = [mix_chromas(change[row, 1] * c_scale, change[row, 2] * c_scale) for row in (1, 2)]
+    chromas = []
+    for row in (1, 2):
+        blue_share = change[row, 1] * c_scale
+        red_share = change[row, 2] * c_scale
+        chromas.append(mix_chromas(blue_share, red_share))
     if np.allclose(change, np.eye(3)):
         return [
             np.asarray(
@@ -565,8 +571,12 @@ def _convert_planes(planes: Sequence[U8], matrix: int, is_full: bool) -> list[U8
             ),
             *chromas,
         ]
-    added = mix_chromas(_FINE * change[0, 1] * c_scale, _FINE * change[0, 2] * c_scale)
-    spread = cv2.resize(added, (luma.shape[1], luma.shape[0]), interpolation=cv2.INTER_LINEAR)
+    added = mix_chromas(
+        blue_share=_FINE * change[0, 1] * c_scale,
+        red_share=_FINE * change[0, 2] * c_scale,
+    )
+    size = (luma.shape[1], luma.shape[0])
+    spread = cv2.resize(added, size, interpolation=cv2.INTER_LINEAR)
     shift = -black * y_scale - 128 / _FINE
     return [
         np.asarray(cv2.addWeighted(luma, y_scale, spread, 1 / _FINE, shift), np.uint8),

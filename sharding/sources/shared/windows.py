@@ -20,7 +20,12 @@ _MIN_BYTES: Final = 64
 class FileWindow:
     """Bytes of a file, a few at a time: what was read last is kept."""
 
-    def __init__(self, read: Callable[[int, int], bytes], num_bytes: int, where: str) -> None:
+    def __init__(
+        self,
+        read: Callable[[int, int], bytes],
+        num_bytes: int,
+        where: str,
+    ) -> None:
         """Take a function ``read(offset, length)`` of a file of ``num_bytes``; ``where`` names
         it in errors.
         """
@@ -73,7 +78,7 @@ def opened(files: SourceFiles, name: str) -> Iterator[FileWindow]:
 def open_file(files: SourceFiles, name: str, ahead: int = 0) -> BinaryIO:
     """Open a file without a buffer; at a URL it is read by ranges of at least ``ahead`` bytes."""
     if isinstance(files, FolderFiles):
-        return open(files.descriptor(name), "rb", buffering=0)  # noqa: PTH123 - closed by the caller
+        return open(files.descriptor(name), "rb", buffering=0)  # noqa: PTH123 - for the caller
     facts = files.facts_of([name])[0]
     if facts is None:
         raise SourceError(f"file '{files.shown}/{name}' is not there")

@@ -51,17 +51,17 @@ def listed_boxes(rows: Rows, *, in_global: bool) -> list[BoxRows | None]:
     column = rows.column("boxes")
     if pa.types.is_null(column.type):
         return [None] * len(rows)
-    is_typed = is_list(column.type) and pa.types.is_struct(column.type.value_type)
-    if not is_typed and not (is_list(column.type) and not len(column.flatten())):
+    has_lists = is_list(column.type)
+    is_typed = has_lists and pa.types.is_struct(column.type.value_type)
+    if not is_typed and not (has_lists and not len(column.flatten())):
         raise SourceError(
             f"table '{rows.table}', column boxes is {column.type}, expected a list of structs"
         )
     labelled = column.is_valid().to_pylist()
     if not is_typed:  # lists of JSON lines, of which none has a box
         return [NO_BOXES if is_labelled else None for is_labelled in labelled]
-    ends = np.cumsum(
-        pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False)
-    ).tolist()
+    lengths = pc.fill_null(pc.list_value_length(column), 0)
+    ends = np.cumsum(lengths.to_numpy(zero_copy_only=False)).tolist()
     flat = column.flatten()
     names = [field.name for field in flat.type]
     check_box_columns(rows.table, names)
@@ -72,7 +72,8 @@ def listed_boxes(rows: Rows, *, in_global: bool) -> list[BoxRows | None]:
     )
     values = _collect_columns(inner)
     boxes: list[BoxRows | None] = []
-    for start, end, is_labelled in zip([0, *ends[:-1]], ends, labelled, strict=True):
+    starts = [0, *ends[:-1]]
+    for start, end, is_labelled in zip(starts, ends, labelled, strict=True):
         boxes.append(
             _make_box_rows(values, slice(start, end), in_global=in_global) if is_labelled else None
         )
@@ -107,7 +108,8 @@ def boxes_of_frames(
         raise SourceError(
             f"table '{box_table.table}' has no column of time, one of {', '.join(TIME_COLUMNS)}"
         )
-    index = np.minimum(np.searchsorted(frame_times, own_times), len(frame_times) - 1)
+    last = len(frame_times) - 1
+    index = np.minimum(np.searchsorted(frame_times, own_times), last)
     astray = frame_times[index] != own_times
     if astray.any():
         row = int(np.argmax(astray))
@@ -119,7 +121,8 @@ def boxes_of_frames(
     values = _collect_columns(box_table)
     is_box = np.array([bool(name) for name in values["category"]])
     for frame, part in rows_by_key(index).items():
-        boxes[frame] = _make_box_rows(values, part[is_box[part]], in_global=in_global)
+        part_of_boxes = part[is_box[part]]
+        boxes[frame] = _make_box_rows(values, part_of_boxes, in_global=in_global)
     return boxes
 
 

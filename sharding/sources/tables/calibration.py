@@ -109,7 +109,8 @@ def shared(matrices: F64 | None, count: int) -> list[F64 | None]:
     """Return matrices (R, N, N) as a list in which equal ones are the same object; None for NaN."""
     if matrices is None or not count:
         return [None] * count
-    is_known: list[bool] = np.asarray(~np.isnan(matrices).all((1, 2))).tolist()
+    is_unknown = np.isnan(matrices).all((1, 2))
+    is_known: list[bool] = np.asarray(~is_unknown).tolist()
     if is_known[0] and (matrices == matrices[0]).all():
         return [matrices[0]] * count
     matrix_of: dict[bytes, Any] = {}
@@ -124,7 +125,13 @@ class CalibrationTable:
     first.
     """
 
-    def __init__(self, table: Table, axes: Mapping[str, str], *, is_corner: bool) -> None:
+    def __init__(
+        self,
+        table: Table,
+        axes: Mapping[str, str],
+        *,
+        is_corner: bool,
+    ) -> None:
         """Take the table; ``axes`` of sensors by name, under "" of all others."""
         self.table = table
         self._axes = axes
@@ -137,8 +144,10 @@ class CalibrationTable:
         """Return the calibration of a sensor in a clip; None where there is none."""
         if self._clip[0] != clip:
             rows = self.table.rows(clip)
-            self._clip = (clip, {} if rows is None else self._read(rows))
-        return self._clip[1].get(sensor) or self._common.get(sensor)
+            calibrations = {} if rows is None else self._read(rows)
+            self._clip = (clip, calibrations)
+        _, calibrations = self._clip
+        return calibrations.get(sensor) or self._common.get(sensor)
 
     @cached_property
     def sensors(self) -> dict[str, bool]:
@@ -156,7 +165,13 @@ class CalibrationTable:
 
     def _read(self, rows: Rows) -> dict[str, RowCalibration]:
         calibrations: dict[str, RowCalibration] = {}
-        plain = read_calibration(rows, "", "sensor2ego", is_corner=self._is_corner, is_flu=False)
+        plain = read_calibration(
+            rows,
+            prefix="",
+            pose="sensor2ego",
+            is_corner=self._is_corner,
+            is_flu=False,
+        )
         for row, name in enumerate(rows.texts("sensor")):
             if not name:
                 rows.fail(row, "sensor", "it is empty")

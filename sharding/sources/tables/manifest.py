@@ -256,28 +256,28 @@ class Manifest(FrameSource[ManifestSettings]):
     """
 
     kind = "manifest"
-    settings = ManifestSettings
+    settings_type = ManifestSettings
     leaves_out = False
     """Whether columns of values that can be no channel are left out, and counted, not refused."""
 
     def __init__(self, location: str, options: dict[str, Any]) -> None:
         super().__init__(location, options)
-        self.given.check_libraries()
-        self.time_base = self.given.time_base
-        self.ego_origin = self.given.ego_origin
+        self.settings.check_libraries()
+        self.time_base = self.settings.time_base
+        self.ego_origin = self.settings.ego_origin
         self._is_unix = self.time_base == "unix"
         self._table_files = self.files
-        folder = (
-            location if self.file is None else str(Path(location.removeprefix("file://")).parent)
-        )
-        if self.given.root:
-            self.files = source_files(self.given.root)
-        only_keyframes = self.given.frames == "keyframes"
+        folder = location
+        if self.file is not None:
+            folder = str(Path(location.removeprefix("file://")).parent)
+        if self.settings.root:
+            self.files = source_files(self.settings.root)
+        only_keyframes = self.settings.frames == "keyframes"
         self._paths = Paths(
             self.files,
-            self.given.root or folder,
+            self.settings.root or folder,
             only_keyframes=only_keyframes,
-            ignore_zeros=self.given.ignore_zeros,
+            ignore_zeros=self.settings.ignore_zeros,
         )
         self._tables: dict[str, Table] = {}
         self._values: list[str] = []
@@ -348,7 +348,8 @@ class Manifest(FrameSource[ManifestSettings]):
 
     def make_images(self, refs: Sequence[str]) -> Iterator[tuple[str, Buffer]]:
         """Decode frames of video, each once."""
-        return self._paths.videos.jpegs(refs, self.stored or JpegForm(self.given.video_quality))
+        form = self.stored or JpegForm(self.settings.video_quality)
+        return self._paths.videos.jpegs(refs, form)
 
     @property
     def attribute_types(self) -> dict[str, type]:
@@ -379,13 +380,13 @@ class Manifest(FrameSource[ManifestSettings]):
                     self._tables["boxes"].schema.names,
                 )
             if "calibration" in self._tables:
-                axes_option = self.given.camera_axes
+                axes_option = self.settings.camera_axes
                 axes = (
                     {"": axes_option}
                     if isinstance(axes_option, str)
                     else {"": "optical", **axes_option}
                 )
-                corner = self.given.pixel_origin == "corner"
+                corner = self.settings.pixel_origin == "corner"
                 self._calibrations = CalibrationTable(
                     self._tables["calibration"],
                     axes,
@@ -445,7 +446,8 @@ class Manifest(FrameSource[ManifestSettings]):
                     f"'{match[1]}', which no other column names{did_you_mean(match[1], cameras)}"
                 )
             dtype = self._find_mask_dtype(table, column) or "uint8"
-            channels[column] = mask_channel(match[1].lower(), match[2] or "mask", dtype)
+            channel = mask_channel(match[1].lower(), match[2] or "mask", dtype)
+            channels[column] = channel
         names = [channel.name for channel in channels.values()]
         twice = {*self._values} & {*names} or {name for name in names if names.count(name) > 1}
         if twice:
@@ -463,7 +465,8 @@ class Manifest(FrameSource[ManifestSettings]):
                 facts = self.files.facts(part.name)
                 if facts is not None and facts.num_bytes:
                     where = f"table '{table.name}', column {column}: '{ref}'"
-                    return mask_dtype(self.files.read(part.name, part.offset, 32), where)
+                    head = self.files.read(part.name, part.offset, 32)
+                    return mask_dtype(head, where)
         return None
 
     def _batches(self, name: str, types: TypeOf) -> Iterator[pa.RecordBatch]:
@@ -500,20 +503,24 @@ class Manifest(FrameSource[ManifestSettings]):
                 f"the manifest source '{self.files.shown}' names no camera: cam.NAME.path, "
                 "or sensor_data"
             )
-        channels = [name.lower() for name in (*cameras, *lidars)]
-        for name, channel in zip((*cameras, *lidars), channels, strict=True):
-            if not re.fullmatch(r"[a-z0-9_]+", channel) or channels.count(channel) > 1:
+        names = (*cameras, *lidars)
+        channels = [name.lower() for name in names]
+        for name, channel in zip(names, channels, strict=True):
+            is_word = re.fullmatch(r"[a-z0-9_]+", channel) is not None
+            if not is_word or channels.count(channel) > 1:
                 raise SourceError(
                     f"sensor '{name}': names have letters, digits and _, each once, upper "
                     "or lower case"
                 )
-        return Sensors.from_names(cameras, dict.fromkeys(lidars, self.given.lidar_columns))
+        columns = dict.fromkeys(lidars, self.settings.lidar_columns)
+        return Sensors.from_names(cameras, columns)
 
     def clips(self) -> Iterator[Clip]:
         """Yield the clips in the order of the first table."""
         main = self._tables["frames" if "frames" in self._tables else "sensor_data"]
         for table in self._tables.values():
-            for clip in table.clips.keys() - main.clips.keys() - {""}:
+            missing_clips = table.clips.keys() - main.clips.keys() - {""}
+            for clip in missing_clips:
                 raise SourceError(
                     f"table '{table.name}', row {table.clips[clip][0]}: clip '{clip}' is "
                     f"not in '{main.name}'"
@@ -558,15 +565,17 @@ class Manifest(FrameSource[ManifestSettings]):
             times[order],
             matrices[order],
             rows.table,
-            max_gap_s=self.given.max_gap_s,
+            max_gap_s=self.settings.max_gap_s,
         )
 
     def frames(self, clip: Clip) -> Iterable[Frame]:
         """Yield the clip's frames by time."""
-        rows = self._tables["frames"].rows(clip.name) if "frames" in self._tables else None
-        data = (
-            self._tables["sensor_data"].rows(clip.name) if "sensor_data" in self._tables else None
-        )
+        rows = None
+        if "frames" in self._tables:
+            rows = self._tables["frames"].rows(clip.name)
+        data = None
+        if "sensor_data" in self._tables:
+            data = self._tables["sensor_data"].rows(clip.name)
         sensors = None
         if data is not None and self._calibrations is not None:
             sensors = SensorRows(
@@ -581,7 +590,7 @@ class Manifest(FrameSource[ManifestSettings]):
             )
         if rows is None:
             assert sensors is not None, "there is one of the two"
-            times = sensors.reference_times(self.given.reference)
+            times = sensors.reference_times(self.settings.reference)
             order = np.arange(len(times))
         else:
             times = _read_times(rows, is_unix=self._is_unix)
@@ -609,7 +618,7 @@ class Manifest(FrameSource[ManifestSettings]):
                         sweeps[row][name.lower()] = sweep
         if sensors is not None:
             into = [(images[row], sweeps[row]) for row in order.tolist()]
-            sensors.add(times[order], self.given.tolerance_ms, into)
+            sensors.add(times[order], self.settings.tolerance_ms, into)
         stated = (
             [None] * len(times) if rows is None else shared(rows.poses("ego2global"), len(times))
         )
@@ -619,7 +628,7 @@ class Manifest(FrameSource[ManifestSettings]):
             None if table is None else table.rows(clip.name),
             times,
             order,
-            in_global=self.given.boxes_in == "global",
+            in_global=self.settings.boxes_in == "global",
             is_unix=self._is_unix,
         )
         attributes: dict[str, list[Any]] = {}
@@ -646,22 +655,29 @@ class Manifest(FrameSource[ManifestSettings]):
                 attributes={name: column[row] for name, column in attributes.items()},
             )
 
-    def _complete_calibration(self, clip: Clip, rows: Rows, prefix: str) -> list[RowCalibration]:
+    def _complete_calibration(
+        self,
+        clip: Clip,
+        rows: Rows,
+        prefix: str,
+    ) -> list[RowCalibration]:
         """Return the calibration of the sensor with this prefix of columns, completed from
         ``calibration``.
         """
         _, name, _ = prefix.split(".")
         is_camera = prefix.startswith("cam.")
-        axes_option = self.given.camera_axes
+        axes_option = self.settings.camera_axes
         axes = axes_option if isinstance(axes_option, str) else axes_option.get(name, "optical")
         calibrations = read_calibration(
             rows,
             prefix,
             "cam2ego" if is_camera else "lidar2ego",
-            is_corner=self.given.pixel_origin == "corner",
+            is_corner=self.settings.pixel_origin == "corner",
             is_flu=is_camera and axes == "flu",
         )
-        fallback = None if self._calibrations is None else self._calibrations.find(clip.name, name)
+        fallback = None
+        if self._calibrations is not None:
+            fallback = self._calibrations.find(clip.name, name)
         if fallback is None:
             return calibrations
         return [calibration.filled(fallback) for calibration in calibrations]
@@ -670,7 +686,7 @@ class Manifest(FrameSource[ManifestSettings]):
         """Read a lidar file, or a range of a file."""
         return parse_points(
             Part.parse(ref).read(self.files),
-            self.given.lidar_columns,
+            self.settings.lidar_columns,
             f"lidar '{self.files.shown}/{ref}'",
         )
 
@@ -689,6 +705,7 @@ def _read_times(rows: Rows, *, is_unix: bool) -> I64:
         raise SourceError(
             f"table '{rows.table}' has no column of time, one of {', '.join(TIME_COLUMNS)}"
         )
-    if (times < 0).any():
-        rows.fail(int(np.argmax(times < 0)), "timestamp", "it is empty")
+    is_negative = times < 0
+    if is_negative.any():
+        rows.fail(int(np.argmax(is_negative)), "timestamp", "it is empty")
     return times

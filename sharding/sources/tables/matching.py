@@ -31,7 +31,9 @@ def match_times(frame_ns: I64, sensor_ns: I64, tolerance_ns: int) -> NDArray[np.
     if not len(sensor_ns) or not len(frame_ns):
         return np.full(len(frame_ns), -1)
     nearest_numbers = nearest(sensor_ns, frame_ns)
-    is_mutual = nearest(frame_ns, sensor_ns)[nearest_numbers] == np.arange(len(frame_ns))
+    numbers = np.arange(len(frame_ns))
+    nearest_frames = nearest(frame_ns, sensor_ns)
+    is_mutual = nearest_frames[nearest_numbers] == numbers
     is_near = np.abs(sensor_ns[nearest_numbers] - frame_ns) <= tolerance_ns
     return np.where(is_mutual & is_near, nearest_numbers, -1)
 
@@ -54,7 +56,12 @@ def ascending(rows: Rows, times: I64, chosen: NDArray[np.intp]) -> NDArray[np.in
 class SensorRows:
     """The rows of ``sensor_data`` of one clip, by sensor and time."""
 
-    def __init__(self, clip: str, files: RowFiles, calibrations: CalibrationTable) -> None:
+    def __init__(
+        self,
+        clip: str,
+        files: RowFiles,
+        calibrations: CalibrationTable,
+    ) -> None:
         """Sort the rows; raises SourceError for two rows of a sensor with one time."""
         self._clip = clip
         self._files = files
@@ -74,7 +81,8 @@ class SensorRows:
         first camera.
         """
         sensors = self._calibrations.sensors
-        default = [name for name in sensors if not sensors[name]] or list(sensors)
+        unmounted = [name for name in sensors if not sensors[name]]
+        default = unmounted or list(sensors)
         name = reference or default[0]
         if name not in sensors:
             listed = ", ".join(sensors)
@@ -104,15 +112,18 @@ class SensorRows:
                     f"clip '{self._clip}': sensor '{name}' has no row in "
                     f"'{self._calibrations.table.name}'"
                 )
-            chosen = match_times(frame_ns, self._files.times[rows], round(tolerance_ms * 1e6))
+            tolerance_ns = round(tolerance_ms * 1e6)
+            chosen = match_times(frame_ns, self._files.times[rows], tolerance_ns)
             is_camera = self._calibrations.sensors[name]
             for (images, sweeps), number in zip(into, chosen.tolist(), strict=True):
+                if number < 0:
+                    if is_camera:
+                        images[name.lower()] = absent
+                    continue
+                row = int(rows[number])
                 if is_camera:
-                    images[name.lower()] = (
-                        absent if number < 0 else self._files.image(int(rows[number]), calibration)
-                    )
-                elif (
-                    number >= 0
-                    and (sweep := self._files.sweep(int(rows[number]), calibration)) is not None
-                ):
+                    images[name.lower()] = self._files.image(row, calibration)
+                    continue
+                sweep = self._files.sweep(row, calibration)
+                if sweep is not None:
                     sweeps[name.lower()] = sweep

@@ -58,7 +58,8 @@ class Paths:
             "",
         )
         name = path.removeprefix(below)
-        if name.startswith("/") or "://" in name or ".." in name.split("/"):
+        is_absolute = name.startswith("/") or "://" in name
+        if is_absolute or ".." in name.split("/"):
             raise SourceError(
                 f"'{path}' is not inside the source '{self._shown}', below which paths are; "
                 "the option root=FOLDER_OR_URL names another folder or URL that all of them "
@@ -185,7 +186,8 @@ class RowFiles:
             )
         num_bytes = -1 if self._bytes is None else self._bytes[row]
         is_frame = FRAME in path
-        name = path.partition("#")[2] if path.startswith("tar:") else path
+        file = path.partition("#")[2] if path.startswith("tar:") else path
+        extension = file.rpartition(".")[2].lower()
         image = Image(
             ref=path if is_frame else self._ref(row, path),
             timestamp_ns=self._times_ns[row],
@@ -197,7 +199,7 @@ class RowFiles:
             num_bytes=None if num_bytes < 0 else num_bytes,
             dist=calibration.dist,
             dist_model=calibration.dist_model,
-            extension=EXTENSION_OF.get(name.rpartition(".")[2].lower(), ""),
+            extension=EXTENSION_OF.get(extension, ""),
         )
         if not is_frame:
             return image
@@ -216,7 +218,8 @@ class RowFiles:
         if not path:
             return None
         where = f"table '{self.rows.table}', row {self.rows.first + row}"
-        if path.rpartition(".")[2].lower() in EXTENSION_OF or FRAME in path:
+        extension = path.rpartition(".")[2].lower()
+        if extension in EXTENSION_OF or FRAME in path:
             raise SourceError(
                 f"{where}: '{path}' is an image, but its sensor has no intrinsics: it is "
                 "not calibrated"

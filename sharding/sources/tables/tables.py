@@ -159,15 +159,15 @@ class Table:
             for batch in batches:
                 if writer is None:
                     self.schema = batch.schema
-                    writer = pa.ipc.new_file(str(self._path), self.schema, options=options)
+                    path = str(self._path)
+                    writer = pa.ipc.new_file(path, self.schema, options=options)
                 self._note_clips(batch, has_clips=has_clips)
                 writer.write_batch(batch)
         finally:
             if writer is not None:
                 writer.close()
-        self._batch = lru_cache(maxsize=_KEPT_BATCHES)(
-            pa.ipc.open_file(pa.OSFile(str(self._path))).get_batch
-        )
+        reader = pa.ipc.open_file(pa.OSFile(str(self._path)))
+        self._batch = lru_cache(maxsize=_KEPT_BATCHES)(reader.get_batch)
 
     def _note_clips(self, batch: pa.RecordBatch, *, has_clips: bool) -> None:
         first = self._num_rows
@@ -182,7 +182,8 @@ class Table:
             return
         last = next(reversed(self.clips), None)
         row_bytes = batch.nbytes // len(batch)
-        for row, clip in enumerate(Rows(self.name, first, batch).texts(CLIP), first):
+        rows = Rows(self.name, first, batch)
+        for row, clip in enumerate(rows.texts(CLIP), first):
             if not clip:
                 raise SourceError(f"table '{self.name}', row {row}: {CLIP} is empty")
             if clip == last:
@@ -216,7 +217,8 @@ class Table:
         if not count:
             return None
         end = first + count
-        starts = [max(first, start) for start in range(first // _ROWS * _ROWS, end, _ROWS)]
+        first_of_batch = first // _ROWS * _ROWS
+        starts = [max(first, start) for start in range(first_of_batch, end, _ROWS)]
         batches = [
             self._batch(position // _ROWS).slice(position % _ROWS, end - position)
             for position in starts
@@ -297,7 +299,8 @@ def regrouped(tables: Iterable[pa.Table], name: str) -> Iterator[pa.RecordBatch]
         is_empty = is_empty and not len(table)
         num_rows = len(pending) // _ROWS * _ROWS
         if num_rows:
-            yield from (pending.slice(0, num_rows).combine_chunks().to_batches(max_chunksize=_ROWS))
+            rows = pending.slice(0, num_rows).combine_chunks()
+            yield from rows.to_batches(max_chunksize=_ROWS)
             pending = pending.slice(num_rows)
     if pending is None or is_empty:
         raise SourceError(f"table '{name}' has no rows")
@@ -319,7 +322,11 @@ def _simplify_schema(schema: pa.Schema) -> pa.Schema:
     )
 
 
-def _read_csv_tables(file: pa.NativeFile, name: str, type_of: TypeOf) -> Iterator[pa.Table]:
+def _read_csv_tables(
+    file: pa.NativeFile,
+    name: str,
+    type_of: TypeOf,
+) -> Iterator[pa.Table]:
     read_options = csv.ReadOptions(use_threads=False, block_size=_BLOCK_BYTES)
     header = csv.open_csv(file, read_options).schema.names
     file.seek(0)
@@ -428,7 +435,13 @@ def _read_json_tables(
     if count:
         noted[NAN_AS_NULL] += count
     if rest.strip():
-        yield _read_json_table(rest, name=name, row=row, schema=schema, type_of=type_of)
+        yield _read_json_table(
+            rest,
+            name=name,
+            row=row,
+            schema=schema,
+            type_of=type_of,
+        )
 
 
 def _read_json_table(
@@ -441,7 +454,8 @@ def _read_json_table(
     try:
         str(block, "utf-8")  # Arrow takes any bytes, and fails where they become texts
     except UnicodeDecodeError as error:
-        row_number = row + sum(1 for line in block[: error.start].split(b"\n")[:-1] if line.strip())
+        lines_before = block[: error.start].split(b"\n")[:-1]
+        row_number = row + sum(1 for line in lines_before if line.strip())
         raise SourceError(
             f"table '{name}', row {row_number}: {error}; write the file as UTF-8"
         ) from error
@@ -504,10 +518,15 @@ def _read_json_table(
     return table
 
 
-def _iter_lines(block: bytes, name: str, row: int) -> Iterator[tuple[int, dict[str, Any]]]:
+def _iter_lines(
+    block: bytes,
+    name: str,
+    row: int,
+) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield rows with their numbers; raise SourceError for one that is not a JSON object."""
     decode = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
-    for number, line in enumerate((line for line in block.split(b"\n") if line.strip()), row):
+    lines = (line for line in block.split(b"\n") if line.strip())
+    for number, line in enumerate(lines, row):
         with parsing(f"table '{name}', row {number}:", "not a JSON object"):
             decoded = decode(line)
         yield number, decoded

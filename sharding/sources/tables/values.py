@@ -113,10 +113,9 @@ class Rows:
                     name,
                     "it is empty",
                 )
-            column = pc.fill_null(
-                column.cast(pa.int64()) if pa.types.is_null(column.type) else column,
-                unknown,
-            )
+            if pa.types.is_null(column.type):
+                column = column.cast(pa.int64())
+            column = pc.fill_null(column, unknown)
         values = column.to_numpy(zero_copy_only=False)
         if values.dtype.kind == "f":
             is_whole = np.isfinite(values) & (values == np.rint(values))
@@ -211,7 +210,8 @@ class Rows:
         if pa.types.is_timestamp(column.type):
             factor = _PER_UNIT[column.type.unit]
             column = column.cast(pa.int64())
-            values = np.asarray(pc.fill_null(column, -1).to_numpy(zero_copy_only=False))
+            times = pc.fill_null(column, -1)
+            values = np.asarray(times.to_numpy(zero_copy_only=False))
         elif names_present[0] == "timestamp":
             names = ", ".join(_TIMES)
             raise SourceError(
@@ -221,7 +221,8 @@ class Rows:
         elif names_present[0] == "timestamp_s" and not pa.types.is_integer(column.type):
             seconds = self.numbers(name)
             # float64 has 0.24 us at today's times: microseconds are what it can say.
-            values = np.where(np.isnan(seconds), -1, np.rint(seconds * 1e6))
+            times_us = np.rint(seconds * 1e6)
+            values = np.where(np.isnan(seconds), -1, times_us)
             factor = 1_000
         elif pa.types.is_floating(column.type) and names_present[0] == "timestamp_ns":
             raise SourceError(
@@ -248,7 +249,8 @@ class Rows:
                 f"{values[bad_row]} "
                 f"{hint if is_unix else f'is out of range; allowed are 0 to {last} s'}",
             )
-        return np.where(is_known, np.asarray(values, np.int64) * factor, -1)
+        times_ns = np.asarray(values, np.int64) * factor
+        return np.where(is_known, times_ns, -1)
 
     def poses(self, prefix: str) -> F64 | None:
         """Return transforms (R, 4, 4), NaN for null, by columns of the pose ``prefix``; None
@@ -261,7 +263,8 @@ class Rows:
             )
         if prefix in self:
             flat = self.vectors(prefix, 16).reshape(-1, 4, 4)
-            known_rows = np.flatnonzero(~np.isnan(flat).all((1, 2)))
+            is_unknown = np.isnan(flat).all((1, 2))
+            known_rows = np.flatnonzero(~is_unknown)
             fitted, sound = nearest_rigid(flat[known_rows])
             if not sound.all():
                 bad_row = int(known_rows[np.argmin(sound)])
@@ -274,9 +277,11 @@ class Rows:
         if not any(f"{prefix}.{part}" in self for part in POSE_PARTS):
             return None
         q = self.rotation(f"{prefix}.")
-        t = self.vector(f"{prefix}.t", [f"{prefix}.{part}" for part in ("tx", "ty", "tz")])
+        t_parts = [f"{prefix}.{part}" for part in ("tx", "ty", "tz")]
+        t = self.vector(f"{prefix}.t", t_parts)
         matrices = np.full((len(self), 4, 4), np.nan)
-        is_known = ~(np.isnan(q).all(1) & np.isnan(t).all(1))
+        is_unknown = np.isnan(q).all(1) & np.isnan(t).all(1)
+        is_known = ~is_unknown
         bad = is_known & ~are_poses(q, t)
         if bad.any():
             bad_row = int(np.argmax(bad))
@@ -296,7 +301,8 @@ class Rows:
         """
         if name in self:
             return self.vectors(name, len(parts))
-        return np.stack([self.numbers(part) for part in parts], 1)
+        columns = [self.numbers(part) for part in parts]
+        return np.stack(columns, 1)
 
     def rotation(self, prefix: str = "") -> F64:
         """Return quaternions w, x, y, z (R, 4) by the columns whose names begin with ``prefix``;
@@ -316,14 +322,18 @@ class Rows:
         if f"{prefix}intrinsics" in self:
             matrices = self.vectors(f"{prefix}intrinsics", 9).reshape(-1, 3, 3)
         elif f"{prefix}fx" in self:
-            fx, fy, cx, cy = (self.numbers(prefix + name) for name in ("fx", "fy", "cx", "cy"))
+            fx = self.numbers(f"{prefix}fx")
+            fy = self.numbers(f"{prefix}fy")
+            cx = self.numbers(f"{prefix}cx")
+            cy = self.numbers(f"{prefix}cy")
             matrices = np.zeros((len(self), 3, 3))
             matrices[:, 0, 0] = fx
             matrices[:, 1, 1] = fy
             matrices[:, 0, 2] = cx
             matrices[:, 1, 2] = cy
             matrices[:, 2, 2] = 1
-            matrices[np.isnan(fx) & np.isnan(fy)] = np.nan
+            is_empty = np.isnan(fx) & np.isnan(fy)
+            matrices[is_empty] = np.nan
         else:
             return None
         is_known = ~np.isnan(matrices).all((1, 2))
@@ -334,7 +344,8 @@ class Rows:
                 & (matrices[:, 1, 1] > 0)
             )
             has_other_row = (matrices[:, 2] != (0, 0, 1)).any(1)
-            bad |= is_known & (has_other_row | (matrices[:, 1, 0] != 0))
+            has_other_row |= matrices[:, 1, 0] != 0
+            bad |= is_known & has_other_row
         if bad.any():
             bad_row = int(np.argmax(bad))
             self.fail(

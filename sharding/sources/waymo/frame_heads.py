@@ -164,7 +164,13 @@ def read_frame(
     """
     place = f"{window.where}: record {record.number}"
     try:
-        head = _read_frame_head(window, record, context, boxes2d=boxes2d, has_map=has_map)
+        head = _read_frame_head(
+            window,
+            record=record,
+            context=context,
+            boxes2d=boxes2d,
+            has_map=has_map,
+        )
     except (ValueError, struct.error) as error:
         raise SourceError(
             f"{place} is not a Frame of the Waymo Open Dataset: {error}; files of the "
@@ -194,13 +200,11 @@ def _read_frame_head(
     map_span = None
     map_offset = (0.0, 0.0, 0.0)
     for field in field_places(window, record.start, record.end):
-        if (
-            field.wire != (VARINT if field.number == _FRAME_TIME else BYTES)
-            and field.number in _FRAME_NAMES
-        ):
+        wire = VARINT if field.number == _FRAME_TIME else BYTES
+        if field.wire != wire and field.number in _FRAME_NAMES:
             raise ValueError(f"field {field.number} is not {_FRAME_NAMES[field.number]}")
+        length = field.end - field.start
         if field.number == _FRAME_CONTEXT:
-            length = field.end - field.start
             # The name of the segment is in it.
             begin = window.read(field.start, min(_CONTEXT_BEGIN, length))
             if context is None or length != len(context) or not context.startswith(begin):
@@ -208,23 +212,24 @@ def _read_frame_head(
         elif field.number == _FRAME_TIME:
             time = field.value
         elif field.number == _FRAME_POSE:
-            pose = transform(window.read(field.start, field.end - field.start))
+            pose = transform(window.read(field.start, length))
         elif field.number == _FRAME_IMAGES:
             image = _read_image(window, field)
-            images += [] if image is None else [image]
+            if image is not None:
+                images.append(image)
         elif field.number == _FRAME_LASERS:
-            laser_bytes += field.end - field.start
+            laser_bytes += length
         elif field.number == _FRAME_LABELS:
-            labels.append(window.read(field.start, field.end - field.start, _LABELS_AHEAD))
+            labels.append(window.read(field.start, length, _LABELS_AHEAD))
         elif field.number == _FRAME_CAMERA_LABELS and boxes2d:
-            camera_labels.append(window.read(field.start, field.end - field.start))
+            camera_labels.append(window.read(field.start, length))
         elif field.number == FRAME_MAP and has_map:
             # The message begins before its key and its length.
-            num_bits = (field.end - field.start).bit_length()
-            key = field.start - 1 - max(-(-num_bits // 7), 1)
+            num_length_bytes = max(-(-length.bit_length() // 7), 1)
+            key = field.start - 1 - num_length_bytes
             map_span = key if map_span is None else map_span[0], field.end
         elif field.number == FRAME_MAP_OFFSET and has_map:
-            map_offset = place(window.read(field.start, field.end - field.start))
+            map_offset = place(window.read(field.start, length))
     if context is None:
         raise ValueError("it has no context")
     if time <= 0:
@@ -288,7 +293,8 @@ def _read_usual_image(window: FileWindow, place: FieldPlace) -> ImageHead | None
     for another.
     """
     head = window.read(place.start, MAX_HEAD)
-    if len(head) < MAX_HEAD or head[0] != _IMAGE_NAME << 3 or head[2] != _IMAGE_JPEG << 3 | BYTES:
+    has_name = len(head) >= MAX_HEAD and head[0] == _IMAGE_NAME << 3
+    if not has_name or head[2] != _IMAGE_JPEG << 3 | BYTES:
         return None
     length, used = varint(head, 3)
     offset = place.start + used
@@ -297,7 +303,8 @@ def _read_usual_image(window: FileWindow, place: FieldPlace) -> ImageHead | None
         max(0, min(place.end - offset - length, _AFTER_JPEG)),
         MAX_HEAD,
     )
-    if len(tail) < _LEAST_TAIL or tail[:3] != _POSE_HEAD or tail[3:_TAIL_POSE:9] != _POSE_KEYS:
+    has_pose = tail[:3] == _POSE_HEAD and tail[3:_TAIL_POSE:9] == _POSE_KEYS
+    if len(tail) < _LEAST_TAIL or not has_pose:
         return None
     position = _TAIL_POSE + 2 + tail[_TAIL_POSE + 1]
     times_keys = (
@@ -536,7 +543,12 @@ def read_labels(
     category = list(map(label_type, kinds[label_rows].tolist()))
     names = [track[row] for row in label_rows.tolist()]
     boxes_of_frame = boxes_by_key(
-        box_rows(boxes[label_rows], category, names, num_points[label_rows]),
+        box_rows(
+            boxes[label_rows],
+            category=category,
+            track=names,
+            num_points=num_points[label_rows],
+        ),
         frame[label_rows],
     )
     for number in range(len(frames)):
@@ -574,7 +586,8 @@ def read_camera_labels(data: bytes) -> tuple[str, ImageBoxRows]:
 
 def _read_boxes(data: U8, rows: NDArray[np.intp], fail: Fail) -> F64:
     """Return boxes (N, 7) of the messages (N, B), whose numbers for ``fail`` are ``rows`` (N,)."""
-    if data.shape[1] == len(_BOX_KEYS) * 9 and (data[:, ::9] == _BOX_KEYS).all():
+    is_usual = data.shape[1] == len(_BOX_KEYS) * 9
+    if is_usual and (data[:, ::9] == _BOX_KEYS).all():
         numbers = data.reshape(len(data), -1, 9)[:, :, 1:]  # without their keys
         return np.ascontiguousarray(numbers).view("<f8")[..., 0]
     table = np.empty((len(data), len(_BOX_KEYS)))

@@ -64,14 +64,22 @@ def parse_map(data: bytes, where: str) -> VectorMap:
     lines = []
     layers = []
     try:
-        for feature in (_read_message(*field) for field in fields(data) if field[0] == FRAME_MAP):
+        for field, wire_type, content in fields(data):
+            if field != FRAME_MAP:
+                continue
+            feature = _read_message(field, wire_type, content)
             for number, wire, value in fields(feature):
                 kind = _KINDS.get(number)
                 if kind is not None:
-                    line = _read_points(_read_message(number, wire, value), kind.points)
-                    if len(line) > 1 or (len(line) and kind.name == "stop_sign"):
-                        lines.append(np.concatenate([line, line[:1]]) if kind.closed else line)
-                        layers.append(MAP_LAYERS.index(kind.name))
+                    message = _read_message(number, wire, value)
+                    line = _read_points(message, kind.points)
+                    is_sign = len(line) == 1 and kind.name == "stop_sign"
+                    if len(line) < 2 and not is_sign:
+                        continue
+                    if kind.closed:
+                        line = np.concatenate([line, line[:1]])
+                    lines.append(line)
+                    layers.append(MAP_LAYERS.index(kind.name))
     except ValueError as error:
         raise SourceError(f"{where} has no map of the Waymo Open Dataset: {error}") from error
     return VectorMap.from_lines(lines, layers, where)
@@ -91,39 +99,35 @@ def _read_points(data: bytes, field_number: int) -> F64:
     head = np.array([field_number << 3 | BYTES, *_LENGTH_AND_KEYS], np.uint8)
     position = 0
     while position < len(data):
-        num_whole = (len(data) - position) // _POINT.itemsize if data[position] == head[0] else 0
-        table = np.frombuffer(data, np.uint8, num_whole * _POINT.itemsize, position).reshape(
-            num_whole, _POINT.itemsize
-        )
+        num_whole = 0
+        if data[position] == head[0]:
+            num_whole = (len(data) - position) // _POINT.itemsize
+        num_bytes = num_whole * _POINT.itemsize
+        table = np.frombuffer(data, np.uint8, num_bytes, position)
+        table = table.reshape(num_whole, _POINT.itemsize)
         usual = (table[:, _KEYS] == head).all(1)
         count = num_whole if usual.all() else int(np.argmin(usual))
         if count:
             rows = np.frombuffer(data, _POINT, count, position)
-            parts.append(np.stack([rows["x"], rows["y"]], 1))
+            points = np.stack([rows["x"], rows["y"]], 1)
+            parts.append(points)
             position += count * _POINT.itemsize
             continue
         number, wire, start, end, _ = next(spans(data[position:]))
         if number == field_number:
-            parts.append(
-                np.array(
-                    [
-                        place(
-                            _read_message(
-                                number,
-                                wire,
-                                data[position + start : position + end],
-                            )
-                        )[:2]
-                    ]
-                )
-            )
+            message = _read_message(number, wire, data[position + start : position + end])
+            x, y, _ = place(message)
+            parts.append(np.array([[x, y]]))
         position += end
     return np.concatenate(parts)
 
 
 def place(data: bytes) -> tuple[float, float, float]:
     """Read a ``MapPoint`` or ``Vector3d`` [m]; raise ValueError where it lacks a number."""
-    x, y, z = (doubles(data, number) for number in (1, 2, 3))
+    x = doubles(data, 1)
+    y = doubles(data, 2)
+    z = doubles(data, 3)
     if not (x and y):
         raise ValueError(f"a place without {'y' if x else 'x'}")
-    return x[-1], y[-1], z[-1] if z else 0.0
+    height = z[-1] if z else 0.0
+    return x[-1], y[-1], height

@@ -113,7 +113,7 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
     """
 
     kind = "waymo_v2"
-    settings = WaymoSettings
+    settings_type = WaymoSettings
     reads = "clip"
 
     def sensors(self) -> Sensors:
@@ -142,7 +142,7 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
                     more = [
                         part for part in _OPTIONAL if name in names_in(self.files, folder, part)
                     ]
-                    if self.given.points and name in names_in(self.files, folder, _LIDAR[0]):
+                    if self.settings.points and name in names_in(self.files, folder, _LIDAR[0]):
                         more += _LIDAR
                     files = tuple(f"{prefix}{part}/{name}" for part in (*_REQUIRED, *more))
                     yield Clip(
@@ -167,7 +167,7 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
         boxes = self._read_boxes(files)
         boxes2d = (
             self._read_boxes2d(files["camera_box"])
-            if self.given.boxes2d and "camera_box" in files
+            if self.settings.boxes2d and "camera_box" in files
             else None
         )
         name = files.get("stats")
@@ -238,7 +238,8 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
     def points(self, ref: str) -> F32:
         """Read the first returns (P, 5) of all lidars, and the file up to these."""
         name, _, time = ref.rpartition("@")
-        return next(points for _, points in sweeps(self.files, name, [int(time)]))
+        found_sweeps = sweeps(self.files, name, [int(time)])
+        return next(points for _, points in found_sweeps)
 
     def read_clip(self, refs: Sequence[str]) -> Iterator[tuple[str, Buffer]]:
         """Yield pictures, then sweeps: each file is read once, from its first row to its last."""
@@ -247,7 +248,8 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
             if ref.startswith(POINTS):
                 name, _, time = ref.removeprefix(POINTS).rpartition("@")
                 times_by_file.setdefault(name, []).append(int(time))
-        yield from super().read_clip([ref for ref in refs if not ref.startswith(POINTS)])
+        image_refs = [ref for ref in refs if not ref.startswith(POINTS)]
+        yield from super().read_clip(image_refs)
         for name, times in times_by_file.items():
             for frame_time, points in sweeps(self.files, name, times):
                 yield f"{POINTS}{name}@{frame_time}", encode_points(points)
@@ -362,7 +364,7 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
         kinds_and_points = zip(rows[kind].tolist(), rows[points].tolist(), strict=True)
         facts = dict(zip(pairs, kinds_and_points, strict=True))
         boxes = stacked(rows, box_columns)
-        if self.given.boxes == "camera_synced":
+        if self.settings.boxes == "camera_synced":
             if "lidar_camera_synced_box" not in files:
                 raise SourceError(
                     "the component lidar_camera_synced_box is not there, "
@@ -388,7 +390,12 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
         category = list(map(label_type, kinds))
         track = [name for _, name in pairs]
         return boxes_by_key(
-            box_rows(boxes, category, track, np.array(num_points, np.int64)),
+            box_rows(
+                boxes,
+                category=category,
+                track=track,
+                num_points=np.array(num_points, np.int64),
+            ),
             rows[_TIME],
         )
 
@@ -408,7 +415,8 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
             zip(rows[_TIME].tolist(), rows[_NAME].tolist(), strict=True)
         ):
             if camera in CAMERAS:
-                by_image.setdefault((time, channel(CAMERAS[camera])), []).append(row)
+                image = (time, channel(CAMERAS[camera]))
+                by_image.setdefault(image, []).append(row)
         sides = stacked(rows, _SIDES)
         tracks = rows[track].tolist()
         names = list(map(label_type, rows[kind].tolist()))

@@ -53,10 +53,15 @@ def bytes_by_time(files: SourceFiles, name: str) -> dict[int, int]:
         )
     times = dict.fromkeys(time for time, _ in pairs)
     # Of four numbers a pixel, and five a point: what compression saves, empty pixels do.
-    return dict.fromkeys(times, max(total // max(len(times), 1), 4 * len(POINT_COLUMNS)))
+    most_bytes = total // max(len(times), 1)
+    return dict.fromkeys(times, max(most_bytes, 4 * len(POINT_COLUMNS)))
 
 
-def sweeps(files: SourceFiles, name: str, selected: Collection[int]) -> Iterator[tuple[int, F32]]:
+def sweeps(
+    files: SourceFiles,
+    name: str,
+    selected: Collection[int],
+) -> Iterator[tuple[int, F32]]:
     """Yield the points (P, 5) of these frames, by their times [us], as the files have them; each
     file is read once.
 
@@ -67,7 +72,8 @@ def sweeps(files: SourceFiles, name: str, selected: Collection[int]) -> Iterator
     keys = read_parquet(files, name, _KEYS, read_whole=True)
     remaining = set(selected)
     lasers: dict[int, set[int]] = {}
-    for time, laser in zip(keys[_TIME].tolist(), keys[_LASER].tolist(), strict=True):
+    pairs = zip(keys[_TIME].tolist(), keys[_LASER].tolist(), strict=True)
+    for time, laser in pairs:
         lasers.setdefault(time, set()).add(laser)
     absent = remaining - lasers.keys()
     if absent:
@@ -92,7 +98,8 @@ def sweeps(files: SourceFiles, name: str, selected: Collection[int]) -> Iterator
     mounts = {}
     for row, laser in enumerate(rows[_LASER].tolist()):
         inclination = Inclination(stated[row] or (), low[row], high[row])
-        mounts[laser] = (rows[mount_column][row].reshape(4, 4), inclination)
+        mount = rows[mount_column][row].reshape(4, 4)
+        mounts[laser] = (mount, inclination)
     types = {_TIME: pa.int64(), _POSE: pa.list_(pa.float64(), 16)}
     poses = read_parquet(files, _name_beside(name, "vehicle_pose"), types, read_whole=True)
     matrices = poses[_POSE].reshape(-1, 4, 4)
@@ -122,10 +129,8 @@ def sweeps(files: SourceFiles, name: str, selected: Collection[int]) -> Iterator
         frame_parts = parts.setdefault(time, {})
         frame_parts[laser] = sweep_points
         if len(frame_parts) == len(lasers[time]):
-            yield (
-                time,
-                np.concatenate([points for _, points in sorted(parts.pop(time).items())]),
-            )
+            points_of_lasers = [points for _, points in sorted(parts.pop(time).items())]
+            yield time, np.concatenate(points_of_lasers)
             remaining.discard(time)
             if not remaining:
                 return
@@ -134,10 +139,16 @@ def sweeps(files: SourceFiles, name: str, selected: Collection[int]) -> Iterator
 class _PixelPoses:
     """Poses of the vehicle for each pixel of the top lidar, in step with its range images."""
 
-    def __init__(self, files: SourceFiles, name: str, selected: Collection[int]) -> None:
+    def __init__(
+        self,
+        files: SourceFiles,
+        name: str,
+        selected: Collection[int],
+    ) -> None:
         self._poses: dict[tuple[int, int], F32] = {}
         keys = read_parquet(files, name, _KEYS, read_whole=True)
-        self._keys = set(zip(keys[_TIME].tolist(), keys[_LASER].tolist(), strict=True))
+        pairs = zip(keys[_TIME].tolist(), keys[_LASER].tolist(), strict=True)
+        self._keys = set(pairs)
         self._rows = _read_range_images(
             files,
             name=name,
@@ -178,9 +189,8 @@ def _read_range_images(
         try:
             for batch in file.iter_batches(_ROWS_AT_ONCE, columns=names, use_threads=False):
                 for row in range(len(batch)):
-                    time, laser = (
-                        batch.column(column_name)[row].as_py() for column_name in (_TIME, _LASER)
-                    )
+                    time = batch.column(_TIME)[row].as_py()
+                    laser = batch.column(_LASER)[row].as_py()
                     if int(time) not in selected:
                         continue
                     values, shape = (
@@ -196,7 +206,8 @@ def _read_range_images(
                             f"{where}: lidar {laser}: a range image of {flat.size} numbers has "
                             f"the shape {sides}, wanted is H, W, {depth}"
                         )
-                    yield int(time), int(laser), np.asarray(flat, np.float32).reshape(sides)
+                    image = np.asarray(flat, np.float32).reshape(sides)
+                    yield int(time), int(laser), image
         except (pa.ArrowException, OSError) as error:
             raise SourceError(f"{where} cannot be read: {' '.join(str(error).split())}") from error
 

@@ -64,7 +64,11 @@ def frame_points(frame: bytes, where: str) -> F32:
                 mount = np.array(transform(plain[5])).reshape(4, 4)
                 low = doubles(calibration, 3) or [0.0]
                 high = doubles(calibration, 4) or [0.0]
-                inclination = Inclination(doubles(calibration, 2), low[0], high[0])
+                inclination = Inclination(
+                    stated=doubles(calibration, 2),
+                    low=low[0],
+                    high=high[0],
+                )
                 poses = _decode_matrix(images[4], 6) if 4 in images else None
                 parts.append(
                     first_returns(
@@ -97,7 +101,8 @@ class Inclination(NamedTuple):
         """Return an inclination for each row."""
         if len(self.stated):
             return np.array(self.stated, np.float64)
-        return self.low + (np.arange(number) + 0.5) / number * (self.high - self.low)
+        share = (np.arange(number) + 0.5) / number
+        return self.low + share * (self.high - self.low)
 
 
 def first_returns(
@@ -115,12 +120,14 @@ def first_returns(
     """
     rows, columns = image.shape[:2]
     steep = inclination.interpolate_rows(rows)
-    if len(steep) != rows or (poses is not None and poses.shape[:2] != image.shape[:2]):
+    has_poses = poses is None or poses.shape[:2] == image.shape[:2]
+    if len(steep) != rows or not has_poses:
         raise ValueError(
             f"{len(steep)} inclinations for {rows} rows, or poses for another number of pixels"
         )
     mount_yaw = np.arctan2(mount[1, 0], mount[0, 0])
-    azimuth = (1 - 2 * (np.arange(columns) + 0.5) / columns) * np.pi - mount_yaw
+    turn = 2 * (np.arange(columns) + 0.5) / columns
+    azimuth = (1 - turn) * np.pi - mount_yaw
     row, column = np.nonzero(image[..., 0] > 0)
     returns = image[row, column].astype(np.float64)
     up = steep[::-1][row]
@@ -128,7 +135,8 @@ def first_returns(
     level = np.cos(up)
     x = np.cos(around) * level
     y = np.sin(around) * level
-    ray = np.stack([x, y, np.sin(up)], 1)
+    z = np.sin(up)
+    ray = np.stack([x, y, z], 1)
     place = move_points(returns[:, :1] * ray, mount)
     if poses is not None:
         pixel_poses = poses[row, column].astype(np.float64)
@@ -150,7 +158,8 @@ def first_returns(
         rotation = np.stack(elements, 1).reshape(-1, 3, 3)
         place = np.einsum("pij,pj->pi", rotation, place)
         place = move_points(place + pixel_poses[:, 3:], invert_rigid(pose))
-    return np.concatenate([place, returns[:, 1:3]], 1).astype(np.float32)
+    points = np.concatenate([place, returns[:, 1:3]], 1)
+    return points.astype(np.float32)
 
 
 def _decode_matrix(data: bytes, depth: int) -> F32:

@@ -30,7 +30,12 @@ class FileRecord(NamedTuple):
     end: int
 
 
-def records(window: FileWindow, *, read_whole: bool, payloads: bool) -> Iterator[FileRecord]:
+def records(
+    window: FileWindow,
+    *,
+    read_whole: bool,
+    payloads: bool,
+) -> Iterator[FileRecord]:
     """Yield the records of a file, in order; check the checksums of lengths, with ``payloads``
     those of bytes too.
 
@@ -72,8 +77,10 @@ def records(window: FileWindow, *, read_whole: bool, payloads: bool) -> Iterator
         if payloads:
             crc = 0
             for offset in range(start, end, _CRC_CHUNK):
-                crc = google_crc32c.extend(crc, window.read(offset, min(_CRC_CHUNK, end - offset)))
-            if masked(crc) != _U32.unpack(window.read(end, _U32.size))[0]:
+                num_bytes = min(_CRC_CHUNK, end - offset)
+                crc = google_crc32c.extend(crc, window.read(offset, num_bytes))
+            (stored_crc,) = _U32.unpack(window.read(end, _U32.size))
+            if masked(crc) != stored_crc:
                 raise SourceError(
                     f"{place}: the CRC32C of its {length} bytes does not agree; the file is damaged"
                 )

@@ -76,7 +76,8 @@ class WaymoSettings(FrameSettings, frozen=True, kw_only=True):
     boxes2d: Annotated[
         bool,
         Meta(
-            description="true stores the labels in images as channels boxes2d_CAMERA, apart from boxes"
+            description="true stores the labels in images as channels boxes2d_CAMERA, apart from "
+            "boxes"
         ),
     ] = False
 
@@ -127,7 +128,7 @@ class WaymoSource(FrameSource[W]):
     def image_boxes(self) -> dict[str, str]:  # type: ignore[override]  # by the options
         """All cameras, with the option."""
         text = "labelled in the image, with tracks of their own; row is -1"
-        if self.given.boxes2d:
+        if self.settings.boxes2d:
             return {channel(name): text for name in CAMERAS.values()}
         return {}
 
@@ -158,15 +159,18 @@ class Waymo(WaymoSource[WaymoFileSettings]):
     """
 
     kind = "waymo"
-    settings = WaymoFileSettings
+    settings_type = WaymoFileSettings
     requires = {"google_crc32c": "fuelrail[waymo]"}  # noqa: RUF012 - a constant
 
     @cached_property
     def maps(self) -> MapWindows | None:  # type: ignore[override]  # by the options
         """The features of the map, with the option."""
-        if self.given.map:
-            return MapWindows(MAP_LAYERS, self._read_map)
-        return None
+
+        def read_map(place: str) -> VectorMap:
+            data = Part.parse(place).read(self.files)
+            return parse_map(data, f"file '{self.files.shown}/{place}'")
+
+        return MapWindows(MAP_LAYERS, read_map) if self.settings.map else None
 
     def clips(self) -> Iterator[Clip]:
         """Yield a clip for each file: in the folders of splits, or in the root."""
@@ -205,13 +209,13 @@ class Waymo(WaymoSource[WaymoFileSettings]):
             place = window.where
             cameras: dict[str, Image] = {}
             stats: dict[str, str] = {}
-            for record in records(window, read_whole=at_url, payloads=self.given.payload_crc):
+            for record in records(window, read_whole=at_url, payloads=self.settings.payload_crc):
                 head = read_frame(
                     window,
                     record,
                     context,
-                    boxes2d=self.given.boxes2d,
-                    has_map=self.given.map,
+                    boxes2d=self.settings.boxes2d,
+                    has_map=self.settings.map,
                 )
                 try:
                     if head.context is not context:
@@ -240,7 +244,7 @@ class Waymo(WaymoSource[WaymoFileSettings]):
         if not any(frame.images for frame in frames):
             raise SourceError(f"{place}: none of the {len(frames)} frames has an image")
         boxes_found = list(
-            read_labels(labels, place, camera_synced=self.given.boxes == "camera_synced")
+            read_labels(labels, place, camera_synced=self.settings.boxes == "camera_synced")
         )
         is_labelled = any(boxes.category for boxes in boxes_found)
         if self.maps is not None and span is None:
@@ -256,12 +260,6 @@ class Waymo(WaymoSource[WaymoFileSettings]):
                 boxes=boxes if is_labelled else None,
                 members=members,
             )
-
-    def _read_map(self, place: str) -> VectorMap:
-        return parse_map(
-            Part.parse(place).read(self.files),
-            f"file '{self.files.shown}/{place}'",
-        )
 
     def points(self, ref: str) -> F32:
         """Read the first returns (P, 5) of all lidars, and the whole record."""
@@ -295,7 +293,7 @@ class Waymo(WaymoSource[WaymoFileSettings]):
                 shutter_times=times,
             )
         boxes2d = {}
-        if self.given.boxes2d and head.camera_labels:  # then an image without labels has no box
+        if self.settings.boxes2d and head.camera_labels:  # then an image without labels has no box
             for image in head.images:
                 boxes2d[channel(image.name)] = image_rows(np.empty((0, 4)), [], [])
             for name, boxes in map(read_camera_labels, head.camera_labels):
@@ -338,4 +336,9 @@ def weather_columns(stats: dict[str, str]) -> dict[str, str | bool | None]:
 def _make_clip(name: str, split: str) -> Clip:
     stem = name.rpartition("/")[2].removesuffix(_SUFFIX)
     match = _SEGMENT.match(stem)
-    return Clip(name=match[1] if match else stem, token=stem, split=split, files=(name,))
+    return Clip(
+        name=match[1] if match else stem,
+        token=stem,
+        split=split,
+        files=(name,),
+    )

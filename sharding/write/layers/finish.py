@@ -115,8 +115,10 @@ def finish_layer(
     if manifest is None:
         segments = Segments(out, len(base))
         lacking = np.flatnonzero(~segments.are_there())
-        if len(lacking) == len(base) or (lacking.size and not partial):
-            keys = ", ".join(base.index.row(int(sample)).key for sample in lacking[:_SHOWN_KEYS])
+        is_refused = lacking.size and not partial
+        if len(lacking) == len(base) or is_refused:
+            samples = lacking[:_SHOWN_KEYS].tolist()
+            keys = ", ".join(base.index.row(sample).key for sample in samples)
             raise DatasetError(
                 f"{lacking.size} of {len(base)} samples have no row in '{out.shown}', such as "
                 f"{keys}: write them, or finish with partial=True (at least one row is needed)"
@@ -125,7 +127,13 @@ def finish_layer(
         # A new folder: files in tmp may be second names of others, which would be written.
         temporary = Path(tempfile.mkdtemp(dir=out.work / "tmp"))
         try:
-            manifest = _write_layer(out, temporary=temporary, base=base, run=run, segments=segments)
+            manifest = _write_layer(
+                out,
+                temporary=temporary,
+                base=base,
+                run=run,
+                segments=segments,
+            )
         except FileNotFoundError:
             # At a URL another machine may have finished the layer, and removed the segments.
             manifest = manifest_in(out, LAYERS)
@@ -165,7 +173,12 @@ def _write_layer(
                 rows[position] = count
                 yield row
 
-        write_index(temporary, list(codecs), codecs.values(), written())
+        write_index(
+            temporary,
+            names=list(codecs),
+            codecs=codecs.values(),
+            rows=written(),
+        )
     make = functools.partial(
         LayerManifest,
         format=LAYER_FORMAT,
@@ -196,7 +209,8 @@ def _write_layer(
         base=run.base,
         view=run.view,
     )
-    num_clips = len(np.unique(base.index.clip_numbers()[np.flatnonzero(rows != NO_ROW)]))
+    clips_with_values = base.index.clip_numbers()[rows != NO_ROW]
+    num_clips = len(np.unique(clips_with_values))
     published = publish_rows(out, temporary, rows)
     return publish_tables(
         out,
@@ -357,5 +371,6 @@ class _AttributesWriter:
                 f"a row of '{SEGMENTS}' has attributes that are not those of this layer ({error}): "
                 "remove its segment, and write its rows again"
             ) from error
-        self._writer.write_table(pa.Table.from_arrays(arrays, schema=self._schema))
+        table = pa.Table.from_arrays(arrays, schema=self._schema)
+        self._writer.write_table(table)
         self._rows.clear()

@@ -129,7 +129,8 @@ def rebase_layer(
     entry = BaseEntry.from_dataset(new_base)
     _check_sensors(manifest, entry, new_base.location)
     keys: pa.ChunkedArray = old.index.texts("key")
-    indices = pc.index_in(new_base.index.texts("key"), value_set=keys.combine_chunks())
+    new_keys = new_base.index.texts("key")
+    indices = pc.index_in(new_keys, value_set=keys.combine_chunks())
     rows = np.asarray(pc.fill_null(indices, NO_ROW).to_numpy(), np.int64)
     lacking = np.flatnonzero(rows == NO_ROW)
     if len(lacking) == len(rows):

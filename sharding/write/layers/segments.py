@@ -64,11 +64,13 @@ class Blob(NamedTuple):
 def publish_segment(out: Output, blobs: Sequence[Blob]) -> None:
     """Write rows of different positions as one segment."""
     ordered = sorted(blobs)
-    head = np.empty(1 + 2 * len(ordered), _WORD)
-    head[0] = len(ordered)
-    head[1 : 1 + len(ordered)] = [blob.position for blob in ordered]
-    head[1 + len(ordered) :] = np.cumsum([len(blob.data) for blob in ordered])
-    content = b"".join([head.tobytes(), *(blob.data for blob in ordered)])
+    count = len(ordered)
+    head = np.empty(1 + 2 * count, _WORD)
+    head[0] = count
+    head[1 : 1 + count] = [blob.position for blob in ordered]
+    head[1 + count :] = np.cumsum([len(blob.data) for blob in ordered])
+    values = [blob.data for blob in ordered]
+    content = b"".join([head.tobytes(), *values])
     name = f"{ordered[0].position:012d}-{xxhash.xxh3_128_hexdigest(content)}{_SUFFIX}"
     with out.publish(f"{SEGMENTS}/{name}") as file:
         file.write(content)
@@ -107,7 +109,8 @@ class Segments:
             head = self._out.read(f"{SEGMENTS}/{name}", _HEAD_BYTES)
             if head is None:  # another process has finished the layer meanwhile
                 continue
-            words = np.frombuffer(head[: len(head) // _WORD.itemsize * _WORD.itemsize], _WORD)
+            num_bytes = len(head) // _WORD.itemsize * _WORD.itemsize
+            words = np.frombuffer(head[:num_bytes], _WORD)
             count = int(words[0]) if len(words) else 0
             positions = words[1 : 1 + count].astype(np.int64)
             is_sound = (
@@ -129,9 +132,8 @@ class Segments:
         counts = [len(positions) for positions in self._positions]
         positions = np.concatenate([np.empty(0, np.int64), *self._positions])
         owner = np.repeat(np.arange(len(counts)), counts)
-        segment_index = np.concatenate(
-            [np.empty(0, np.int64), *(np.arange(count) for count in counts)]
-        )
+        rows_by_segment = [np.arange(count) for count in counts]
+        segment_index = np.concatenate([np.empty(0, np.int64), *rows_by_segment])
         last: tuple[int, SegmentRow, int] | None = None
         for number in np.argsort(positions, kind="stable").tolist():
             position = int(positions[number])

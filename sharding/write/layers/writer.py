@@ -114,7 +114,13 @@ class LayerWriter:
         if not table:
             raise ConfigError("channels is empty: a layer has at least one channel")
         entry = BaseEntry.from_dataset(self._base)
-        check_layer_table(table, entry, "channels", ConfigError, known_only=False)
+        check_layer_table(
+            table,
+            base=entry,
+            where="channels",
+            error=ConfigError,
+            known_only=False,
+        )
         table = tuple(
             msgspec.structs.replace(channel, codec=channel_codec(channel)) for channel in table
         )
@@ -230,7 +236,8 @@ class LayerWriter:
         index_row = packer.close().rows[0]
         scalars = (values.get(name) for name in self._scalars)
         attributes = tuple(None if value is None else np.asarray(value).item() for value in scalars)
-        data = msgspec.msgpack.encode(SegmentRow(index_row, attributes, file.getvalue()[:length]))
+        span = file.getvalue()[:length]
+        data = msgspec.msgpack.encode(SegmentRow(index_row, attributes, span))
         self._blobs[position] = Blob(position, data)
         self._held += len(data)
         if len(self._blobs) >= ROWS_PER_SEGMENT or self._held >= BYTES_PER_SEGMENT:
@@ -268,7 +275,12 @@ class LayerWriter:
         self.flush()
         self._check_run()  # at a URL two first writers may not have seen each other
         with self._out.writing(_REUSED), self._locked():
-            manifest = finish_layer(self._out, self._base, self._run, partial=partial)
+            manifest = finish_layer(
+                self._out,
+                base=self._base,
+                run=self._run,
+                partial=partial,
+            )
         self.is_finished = True
         return manifest
 

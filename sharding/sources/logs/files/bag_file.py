@@ -120,7 +120,11 @@ class BagFile(LogFile):
         entries: Iterable[Any] = heapq.merge(*(self._bag.indexes[number] for number in numbers))
         return (Locator(self._name, entry.chunk_pos, entry.offset) for entry in entries)
 
-    def _read(self, place: Locator, limit: int | None = None) -> Message:  # noqa: ARG002 - it is made as a whole
+    def _read(
+        self,
+        place: Locator,
+        limit: int | None = None,  # noqa: ARG002 - it is made as a whole
+    ) -> Message:
         from rosbags.rosbag1.reader import (
             Header,
             RecordType,
@@ -145,13 +149,16 @@ class BagFile(LogFile):
                 self._chunk = (place.chunk, data)
             record = io.BytesIO(self._chunk[1])
             record.seek(place.position)
-            while (head := Header.read(record)).get_uint8("op") == RecordType.CONNECTION:
+            head = Header.read(record)
+            while head.get_uint8("op") == RecordType.CONNECTION:
                 record.seek(read_uint32(record), io.SEEK_CUR)
+                head = Header.read(record)
             topic = self._topics[head.get_uint32("conn")]
             log_ns = head.get_time("time")
             name = topic.type.replace("/", "/msg/")
             store = type_store(name, topic.schema)
-            message = bytes(store.ros1_to_cdr(read_bytes(record, read_uint32(record)), name))
+            payload = read_bytes(record, read_uint32(record))
+            message = bytes(store.ros1_to_cdr(payload, name))
         return Message(
             topic=topic.name,
             log_ns=log_ns,

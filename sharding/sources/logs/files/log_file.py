@@ -90,7 +90,13 @@ class LogFile:
     naming the file.
     """
 
-    def __init__(self, files: SourceFiles, name: str, *, is_packed: bool = False) -> None:
+    def __init__(
+        self,
+        files: SourceFiles,
+        name: str,
+        *,
+        is_packed: bool = False,
+    ) -> None:
         self._files = files
         self._name = name
         self._where = f"file '{files.shown}/{name}'"
@@ -122,7 +128,8 @@ class LogFile:
         first bytes may do.
         """
         if self._is_packed:
-            return map(self._unpack, self._walk((), {*heads, *whole_topics}))
+            topics = {*heads, *whole_topics}
+            return map(self._unpack, self._walk((), topics))
         return self._walk(heads, whole_topics)
 
     def read(self, place: Locator, limit: int | None = None) -> Message:
@@ -143,7 +150,12 @@ class LogFile:
             size = zstandard.frame_content_size(message.data)
             check_most(max(size, 0), where)
             data = zstandard.ZstdDecompressor().decompress(message.data, max_output_size=MOST_BYTES)
-        return msgspec.structs.replace(message, data=data, length=len(data), offset=-1)
+        return msgspec.structs.replace(
+            message,
+            data=data,
+            length=len(data),
+            offset=-1,
+        )
 
 
 def by_time(parts: Iterable[tuple[int, Iterable[Message]]], where: str) -> Iterator[Message]:

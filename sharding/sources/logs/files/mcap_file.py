@@ -135,7 +135,12 @@ class McapFile(LogFile):
             def messages(chunk: Chunk) -> Iterator[Message]:
                 check_compression(chunk.compression, self._chunk_name(chunk))
                 if chunk.is_plain and not self._check_all:
-                    return self._walk_index(window, chunk, topics, frozenset(whole_topics))
+                    return self._walk_index(
+                        window,
+                        chunk=chunk,
+                        topics=topics,
+                        whole_topics=frozenset(whole_topics),
+                    )
                 return self._walk_chunk(chunk, topics, frozenset(whole_topics))
 
             yield from by_time(
@@ -150,9 +155,8 @@ class McapFile(LogFile):
         summary = self._summary
         entries = []
         if summary is None:
-            return [
-                message.place for message in self._walk_records(frozenset([topic]), frozenset())
-            ]
+            messages = self._walk_records(frozenset([topic]), frozenset())
+            return [message.place for message in messages]
         for chunk in summary.chunks:
             index = self._files.read(self._name, chunk.index_at, chunk.index_length)
             offsets = message_offsets(
@@ -184,7 +188,8 @@ class McapFile(LogFile):
                     offset=start,
                 )
             if self._chunk[0] != place.chunk:
-                head = self._files.read(self._name, place.chunk, RECORD.size + CHUNK.size + 8)
+                num_bytes = RECORD.size + CHUNK.size + 8
+                head = self._files.read(self._name, place.chunk, num_bytes)
                 self._chunk_records(self._chunk_at(place.chunk, head))
             chunk = self._chunk[1]
             length = RECORD.unpack_from(chunk, place.position)[1] - _HEAD
@@ -217,11 +222,15 @@ class McapFile(LogFile):
         data_at = chunk.data_at
         index = self._files.read(self._name, chunk.index_at, chunk.index_length)
         for _, offset, topic in message_offsets(
-            index, self._channels.topics, topics, self._chunk_name(chunk)
+            index,
+            topics=self._channels.topics,
+            names=topics,
+            where=self._chunk_name(chunk),
         ):
             position = data_at + offset
             name = topic.name
-            head = window.read(position, MESSAGE.size + self._lengths.get(name, 0), HEAD_BYTES)
+            num_bytes = MESSAGE.size + self._lengths.get(name, 0)
+            head = window.read(position, num_bytes, HEAD_BYTES)
             if len(head) < MESSAGE.size or head[0] != MESSAGE_OP:
                 raise SourceError(
                     f"{self._where}: the index names a message at byte {position}, where "
@@ -289,7 +298,8 @@ class McapFile(LogFile):
                         offset=offset,
                     )
             elif op in (SCHEMA_OP, CHANNEL_OP):
-                self._channels.take(op, bytes(data[position + RECORD.size : end]))
+                payload = bytes(data[position + RECORD.size : end])
+                self._channels.take(op, payload)
             elif not size:
                 num_empty += 1
                 self._check_empty(num_empty)
@@ -340,7 +350,8 @@ class McapFile(LogFile):
             elif op == DATA_END_OP:
                 has_data_end = True
             elif op == FOOTER_OP and has_data_end:
-                num_after = self._size - (position + RECORD.size + length + len(MAGIC))
+                end = position + RECORD.size + length
+                num_after = self._size - (end + len(MAGIC))
                 if num_after > 0:
                     raise SourceError(
                         f"{self._where} has {num_after} bytes behind its end: two files were "
@@ -363,13 +374,15 @@ class McapFile(LogFile):
         block = b""
         while position < self._size:
             offset = position - start
-            if offset + num_bytes > len(block) and start + len(block) < self._size:
+            is_beyond = offset + num_bytes > len(block)
+            if is_beyond and start + len(block) < self._size:
                 # Short records are read many at once, long ones by their heads.
                 is_near = offset <= len(block)
                 num_ahead = min(num_ahead * 4, _MOST_AHEAD) if is_near else num_bytes
                 start = position
                 offset = 0
-                block = self._files.read(self._name, position, max(num_ahead, num_bytes))
+                num_read = max(num_ahead, num_bytes)
+                block = self._files.read(self._name, position, num_read)
             if offset + RECORD.size > len(block):
                 return
             op, length = RECORD.unpack_from(block, offset)
@@ -400,7 +413,8 @@ class McapFile(LogFile):
     def _chunk_at(position: int, head: bytes) -> Chunk:
         """Return a chunk by the first bytes of its record."""
         size = CHUNK.unpack_from(head, RECORD.size)[4]
-        name = head[RECORD.size + CHUNK.size :][:size].decode("utf-8", "replace")
+        begin = RECORD.size + CHUNK.size
+        name = head[begin:][:size].decode("utf-8", "replace")
         return Chunk(
             first_ns=0,
             position=position,

@@ -108,8 +108,17 @@ class Channels:
             self._schemas[record.id] = record
             return
         schema = self._schemas.get(record.schema_id)
-        kind, text = ("", b"") if schema is None else (plain_type(schema.name), schema.data)
-        self.topics[record.id] = Topic(record.topic, kind, record.message_encoding, text)
+        kind = ""
+        text = b""
+        if schema is not None:
+            kind = plain_type(schema.name)
+            text = schema.data
+        self.topics[record.id] = Topic(
+            name=record.topic,
+            type=kind,
+            encoding=record.message_encoding,
+            schema=text,
+        )
 
 
 def read_summary(
@@ -199,7 +208,9 @@ def message_offsets(
         _, _, channel, size = _INDEX.unpack_from(index, position)
         topic = topics.get(channel)
         if topic is not None and topic.name in names:
-            pairs = index[position + _INDEX.size : position + RECORD.size + length][:size]
+            begin = position + _INDEX.size
+            end = position + RECORD.size + length
+            pairs = index[begin:end][:size]
             offsets += [
                 (log_ns, offset, topic)
                 for log_ns, offset in _PAIR.iter_unpack(
@@ -222,7 +233,12 @@ def chunk_data(record: bytes, where: str) -> Buffer:
     with parsing(where, _DAMAGED):
         chunk = Record.read(ReadDataStream(io.BytesIO(record)))
         check_compression(chunk.compression, where)
-        data = inflated(chunk.data, chunk.compression, chunk.uncompressed_size, where)
+        data = inflated(
+            chunk.data,
+            compression=chunk.compression,
+            size=chunk.uncompressed_size,
+            where=where,
+        )
         if chunk.uncompressed_crc and zlib.crc32(data) != chunk.uncompressed_crc:
             raise ValueError("its checksum is wrong")
     return data

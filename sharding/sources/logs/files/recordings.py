@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 METADATA: Final = "metadata.yaml"
 _GENERIC: Final = re.compile(
-    r"(compressed|image|video|raw|rect|color|colour|points?|point_?cloud|packets|data|sensing|camera|lidar|sensors?)"
+    r"(compressed|image|video|raw|rect|color|colour|points?|point_?cloud|packets|data|sensing"
+    r"|camera|lidar|sensors?)"
     r"(_?(raw|rect|color|colour|compressed|mono|video|points?|[0-9]))*\Z"
 )
 
@@ -94,14 +95,16 @@ class Recordings:
             if self._files.facts(f"{name}/{METADATA}") is not None:
                 logs_found.append((name, self._split_files(f"{name}/", name)))
         for name in self._files.folders():
-            is_read = name.endswith(self._suffixes) or any(log == name for log, _ in logs_found)
+            is_log = any(log == name for log, _ in logs_found)
+            is_read = is_log or name.endswith(self._suffixes)
             if not is_read and any(map(self._is_log, self._files.listed(name))):
                 self.noted[
                     f"folders of logs without {METADATA}, which are not read (`ros2 bag reindex` "
                     "writes it, or name one as the source)"
                 ] += 1
         if not logs_found:
-            if ".bag" not in self._suffixes and any(name.endswith(".bag") for name in names):
+            has_bags = any(name.endswith(".bag") for name in names)
+            if has_bags and ".bag" not in self._suffixes:
                 raise SourceError(
                     f"source '{self._files.shown}' has ROS 1 bags (.bag): read them by the "
                     "kind rosbag1"
@@ -170,8 +173,8 @@ class Recordings:
             if not topic.endswith(("compressedDepth", "/theora")):
                 # The last part that says which sensor it is.
                 parts = [part for part in topic.lower().split("/") if part]
-                telling = [part for part in parts if not _GENERIC.match(part)]
-                name = re.sub(r"[^a-z0-9]+", "_", telling[-1] if telling else parts[-1]).strip("_")
+                telling = [part for part in parts if not _GENERIC.match(part)] or parts
+                name = re.sub(r"[^a-z0-9]+", "_", telling[-1]).strip("_")
                 channel = name or "camera"
                 if channel in names:
                     raise SourceError(

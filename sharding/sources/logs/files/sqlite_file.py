@@ -48,7 +48,13 @@ READ_WITH_WAL: Final = "files read with the -wal beside them, as a killed record
 class SqliteFile(LogFile):
     """One ``.db3`` file, with its write-ahead log. Nothing is written beside it."""
 
-    def __init__(self, files: SourceFiles, name: str, *, is_packed: bool = False) -> None:
+    def __init__(
+        self,
+        files: SourceFiles,
+        name: str,
+        *,
+        is_packed: bool = False,
+    ) -> None:
         super().__init__(files, name, is_packed=is_packed)
         path = files.path(name)
         if path is None:
@@ -122,7 +128,8 @@ class SqliteFile(LogFile):
             )
         )
         for name in ("topics", "messages", "message_definitions"):
-            if not kinds.get(name, "CREATE TABLE").upper().startswith("CREATE TABLE"):
+            statement = kinds.get(name, "CREATE TABLE").upper()
+            if not statement.startswith("CREATE TABLE"):
                 # A view may have no end.
                 raise SourceError(
                     f"{self._where} is not a rosbag2 database: '{name}' is not a table"
@@ -132,9 +139,16 @@ class SqliteFile(LogFile):
             "SELECT id, name, type, serialization_format FROM topics ORDER BY id",
         )
         query = "SELECT topic_type, encoded_message_definition FROM message_definitions"
-        texts = dict(self._rows(tuple[str, str], query)) if "message_definitions" in kinds else {}
+        texts: dict[str, str] = {}
+        if "message_definitions" in kinds:
+            texts = dict(self._rows(tuple[str, str], query))
         return {
-            number: Topic(name, plain_type(kind), encoding, texts.get(kind, "").encode())
+            number: Topic(
+                name=name,
+                type=plain_type(kind),
+                encoding=encoding,
+                schema=texts.get(kind, "").encode(),
+            )
             for number, name, kind, encoding in rows
         }
 
@@ -161,7 +175,12 @@ class SqliteFile(LogFile):
             for log_ns, row, topic in rows:
                 counts[topic] += 1
                 if topic in limits:
-                    yield self._message(topic, log_ns, row, limits[topic])
+                    yield self._message(
+                        topic,
+                        log_ns=log_ns,
+                        row=row,
+                        limit=limits[topic],
+                    )
             after = rows[-1][1]
         num_unknown = sum(count for topic, count in counts.items() if topic not in self._ids)
         if num_unknown:

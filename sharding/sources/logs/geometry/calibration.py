@@ -57,13 +57,20 @@ def camera_models(
     """Return a camera's models in the order of time; raise SourceError for an unknown lens."""
     where = f"log '{index.name}', {channel}: {info_topic}"
     is_rectified = any("rect" in part for part in topic.split("/"))
-    frame = index.frame_ids.get(topic) or index.calibrations[info_topic][0][1].frame_id
+    first_info = index.calibrations[info_topic][0][1]
+    frame = index.frame_ids.get(topic) or first_info.frame_id
     cam2ego = index.tree.sensor2ego(frame.lstrip("/"), ego)
     models: list[CameraModel] = []
     before: CameraInfo | None = None
-    for stamp_ns, info in sorted(index.calibrations[info_topic], key=itemgetter(0)):
+    by_time = sorted(index.calibrations[info_topic], key=itemgetter(0))
+    for stamp_ns, info in by_time:
         if before is None or (info is not before and info[1:] != before[1:]):
-            model = camera_model(where, info, cam2ego, is_rectified=is_rectified)
+            model = camera_model(
+                where,
+                info=info,
+                cam2ego=cam2ego,
+                is_rectified=is_rectified,
+            )
             models.append(model._replace(stamp_ns=stamp_ns))
         before = info
     return models
@@ -95,7 +102,8 @@ def camera_model(
         intrinsics = p[:, :3].copy()
         turned = np.eye(4)
         if len(info.r) == 9 and any(info.r):
-            turned[:3, :3] = np.array(info.r).reshape(3, 3).T
+            rotation = np.array(info.r).reshape(3, 3)
+            turned[:3, :3] = rotation.T
         shifted = np.eye(4)
         place = np.linalg.solve(p[:, :3], p[:, 3])
         shifted[:3, 3] = -place
@@ -110,7 +118,8 @@ def camera_model(
             )
     x, y, width, height = info.roi
     binning = np.array(info.binning, np.float64)
-    intrinsics[:2, 2] = (intrinsics[:2, 2] - (x, y) + 0.5) / binning - 0.5
+    centre = intrinsics[:2, 2] - (x, y)
+    intrinsics[:2, 2] = (centre + 0.5) / binning - 0.5
     intrinsics[0, :2] /= binning[0]
     intrinsics[1, 1] /= binning[1]
     image = Image(
@@ -125,4 +134,9 @@ def camera_model(
         (width or info.width) // info.binning[0],
         (height or info.height) // info.binning[1],
     )
-    return CameraModel(where, info.stamp_ns, image, size)
+    return CameraModel(
+        where=where,
+        stamp_ns=info.stamp_ns,
+        image=image,
+        size=size,
+    )

@@ -58,7 +58,8 @@ class FrameTree:
             stamps = np.concatenate([part.stamp_ns for part in parts])
             if (stamps == stamps[0]).all():
                 del self._moving[child]
-                self.add(parts[0].rows(np.arange(1)), is_static=True)
+                first = parts[0].rows(np.arange(1))
+                self.add(first, is_static=True)
 
     def sensor2ego(self, frame: str, ego: str) -> F64:
         """Return static transform (4, 4); raise SourceError where static transforms do not
@@ -67,7 +68,8 @@ class FrameTree:
         up, sensor2top = self._find_top(frame)
         up_ego, ego2top = self._find_top(ego)
         if up != up_ego:
-            frames = ", ".join(sorted({*self._parents, *self._parents.values()})) or "none"
+            names = {*self._parents, *self._parents.values()}
+            frames = ", ".join(sorted(names)) or "none"
             raise SourceError(
                 f"{self._where}: no static transform connects the sensor frame '{frame}' "
                 f"with '{ego}', the option ego_frame; known frames: {frames}"
@@ -97,7 +99,8 @@ class FrameTree:
         first = next(child for child in children if child in self._moving)
         if children == [first]:
             return edges_trajectory(self._moving[first], f"{self._where}: {first}", max_gap_s)
-        times = np.unique(np.concatenate([part.stamp_ns for part in self._moving[first]]))
+        stamps = [part.stamp_ns for part in self._moving[first]]
+        times = np.unique(np.concatenate(stamps))
         poses = np.broadcast_to(np.eye(4), (len(times), 4, 4))
         for child in children:
             if child in self._moving:
@@ -108,7 +111,12 @@ class FrameTree:
                 step = self._fixed[child][1]
             poses = step @ poses
         is_known = ~np.isnan(poses[:, 0, 0])
-        return Trajectory(times[is_known], poses[is_known], self._where, max_gap_s=max_gap_s)
+        return Trajectory(
+            timestamp_ns=times[is_known],
+            ego2global=poses[is_known],
+            where=self._where,
+            max_gap_s=max_gap_s,
+        )
 
     def _trace_chain(self, frame: str) -> list[str]:
         chain = [frame]
@@ -128,7 +136,11 @@ class FrameTree:
         return frame, transform
 
 
-def edges_trajectory(parts: Sequence[Edges], where: str, max_gap_s: float) -> Trajectory:
+def edges_trajectory(
+    parts: Sequence[Edges],
+    where: str,
+    max_gap_s: float,
+) -> Trajectory:
     """Return the trajectory of one moving frame, in time order; of edges with the same stamp the
     first counts.
     """
@@ -139,6 +151,13 @@ def edges_trajectory(parts: Sequence[Edges], where: str, max_gap_s: float) -> Tr
             where,
             max_gap_s=max_gap_s,
         )
-    stamp_ns, wxyz, xyz = map(np.concatenate, zip(*(part[3:] for part in parts), strict=True))
+    stamp_ns = np.concatenate([part.stamp_ns for part in parts])
+    wxyz = np.concatenate([part.wxyz for part in parts])
+    xyz = np.concatenate([part.xyz for part in parts])
     times, first = np.unique(stamp_ns, return_index=True)
-    return Trajectory(times, pose(wxyz[first], xyz[first], where), where, max_gap_s=max_gap_s)
+    return Trajectory(
+        timestamp_ns=times,
+        ego2global=pose(wxyz[first], xyz[first], where),
+        where=where,
+        max_gap_s=max_gap_s,
+    )

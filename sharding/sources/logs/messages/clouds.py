@@ -114,14 +114,16 @@ def radar_points(cloud: Cloud, sweep: RadarSweep, where: str) -> F32:
     for number, column in enumerate(sweep.columns):
         if column in (rows.dtype.names or ()):
             points[:, number] = rows[column]
-    points = points[np.isfinite(points[:, :3]).all(1)]
+    is_point = np.isfinite(points[:, :3]).all(1)
+    points = points[is_point]
     if cloud.pose is not None:
         sensor2ego = sensor2ego @ pose(cloud.pose.wxyz, cloud.pose.xyz, where)
     points[:, :3] = move_points(points[:, :3], sensor2ego)
     for group in sweep.vectors:
         group_columns = [sweep.columns.index(name) for name in group]
         size = len(group)
-        points[:, group_columns] = points[:, group_columns] @ sensor2ego[:size, :size].T
+        turn = sensor2ego[:size, :size]
+        points[:, group_columns] = points[:, group_columns] @ turn.T
     points[:, -1] = sweep.dt_s
     return np.asarray(points, np.float32)
 
@@ -154,7 +156,8 @@ def points_of(cloud: Cloud, where: str) -> F32:
             if len(values) and np.nanmax(values) > 1e9:
                 values -= cloud.stamp_ns * 1e-9
         points[:, number] = values
-    points = points[np.isfinite(points[:, :3]).all(1)]
+    is_point = np.isfinite(points[:, :3]).all(1)
+    points = points[is_point]
     if cloud.pose is not None:
         moved = pose(cloud.pose.wxyz, cloud.pose.xyz, where)
         points[:, :3] = move_points(points[:, :3], moved)
@@ -168,9 +171,11 @@ def _rows(cloud: Cloud, where: str) -> NDArray[np.void]:
     inside = all(
         field.offset + np.dtype(field.kind).itemsize <= cloud.step for field in cloud.fields
     )
-    row_step = cloud.row_step or cloud.width * cloud.step
-    num_bytes = max(cloud.height - 1, 0) * row_step + cloud.width * cloud.step
-    if not inside or row_step < cloud.width * cloud.step or len(memoryview(cloud.data)) < num_bytes:
+    row_bytes = cloud.width * cloud.step
+    row_step = cloud.row_step or row_bytes
+    num_bytes = max(cloud.height - 1, 0) * row_step + row_bytes
+    has_all = len(memoryview(cloud.data)) >= num_bytes
+    if not inside or row_step < row_bytes or not has_all:
         raise SourceError(
             f"{where}: a cloud of {cloud.height} x {cloud.width} points of {cloud.step} "
             f"bytes with the fields {', '.join(fields)} does not fit into its "

@@ -69,7 +69,13 @@ def encoded_head(read: Callable[[int], Buffer], length: int) -> EncodedHead:
         head = read(min(limit, length))
         odd = convertible_png(head)
         if odd is not None:
-            return EncodedHead(b"", "png", odd.width, odd.height, is_converted=True)
+            return EncodedHead(
+                text=b"",
+                extension="png",
+                width=odd.width,
+                height=odd.height,
+                is_converted=True,
+            )
         try:
             info = probe(head)
         except ImageError:
@@ -77,7 +83,12 @@ def encoded_head(read: Callable[[int], Buffer], length: int) -> EncodedHead:
                 raise
         else:
             extension = "png" if info.format == "png" else "jpg"
-            return EncodedHead(bytes(head[: info.scan_at]), extension, info.width, info.height)
+            return EncodedHead(
+                text=bytes(head[: info.scan_at]),
+                extension=extension,
+                width=info.width,
+                height=info.height,
+            )
     raise AssertionError("the last part is the whole picture or the longest")
 
 
@@ -147,7 +158,8 @@ def raw_jpeg(
     fault = raw_fault(picture)
     if fault:
         raise SourceError(f"{where}: {fault}")
-    rows = np.frombuffer(pixels, np.uint8, step * height).reshape(height, step)[:, :row_bytes]
+    table = np.frombuffer(pixels, np.uint8, step * height)
+    rows = table.reshape(height, step)[:, :row_bytes]
     if encoding != picture.encoding:
         black, white = levels
         values = (
@@ -155,14 +167,16 @@ def raw_jpeg(
             .view(">u2" if picture.big_endian else "<u2")
             .astype(np.float32)
         )
-        grey = np.rint((values - black) * (255 / (white - black)))
+        scale = 255 / (white - black)
+        grey = np.rint((values - black) * scale)
         rows = np.clip(grey, 0, 255).astype(np.uint8)
     image = np.ascontiguousarray(rows.reshape(height, width, in_channels))
     if not channels:
         with needs("a raw picture of a camera's Bayer pattern or YUV"):
             import cv2
 
-        image = np.asarray(cv2.cvtColor(image, getattr(cv2, code)), np.uint8)
+        converted = cv2.cvtColor(image, getattr(cv2, code))
+        image = np.asarray(converted, np.uint8)
     encoded: bytes = simplejpeg.encode_jpeg(
         image, RAW_QUALITY, colour, "444" if colour != "GRAY" else "Gray"
     )

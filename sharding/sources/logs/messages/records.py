@@ -185,7 +185,12 @@ class Marks(NamedTuple):
     track: list[str]
 
     @classmethod
-    def from_shapes(cls, stamp_ns: int, shapes: Sequence[Shape], texts: Sequence[str]) -> Marks:
+    def from_shapes(
+        cls,
+        stamp_ns: int,
+        shapes: Sequence[Shape],
+        texts: Sequence[str],
+    ) -> Marks:
         """Return the bounds of closed lines; where there are as many texts, these name lines
         without a category.
         """

@@ -68,7 +68,8 @@ class Ros:
         )
 
     def _read(self, data: Buffer) -> Any:
-        return type_store(self._type, self._topic.schema).deserialize_cdr(bytes(data), self._type)
+        store = type_store(self._type, self._topic.schema)
+        return store.deserialize_cdr(bytes(data), self._type)
 
     def picture(self, data: Buffer) -> Picture:
         """Read the head of a picture; parse one again only if more than stamp and length
@@ -76,7 +77,8 @@ class Ros:
         """
         order, text, last = self._pictured
         length_at = last.offset - 4
-        if data[_STAMP.stop : length_at] == text and data[: _STAMP.start] == order:
+        is_alike = data[_STAMP.stop : length_at] == text and data[: _STAMP.start] == order
+        if is_alike:
             (length,) = _readers(data)[0](data, length_at)
             return Picture(
                 stamp_ns=_stamp_ns(data, _STAMP.start),
@@ -214,12 +216,10 @@ class Ros:
             data = messages[rows[0]]
             pose_offset = _last_pose(data)
             order = "<" if data[1] & 1 else ">"
-            table = np.frombuffer(b"".join([messages[row] for row in rows]), np.uint8).reshape(
-                len(rows), -1
-            )
-            stamps = (
-                np.ascontiguousarray(table[:, _FIRST_STAMP]).view(f"{order}u4").astype(np.int64)
-            )
+            joined = b"".join([messages[row] for row in rows])
+            table = np.frombuffer(joined, np.uint8).reshape(len(rows), -1)
+            stamp_bytes = np.ascontiguousarray(table[:, _FIRST_STAMP])
+            stamps = stamp_bytes.view(f"{order}u4").astype(np.int64)
             poses = (
                 np.ascontiguousarray(table[:, pose_offset : pose_offset + _POSE_BYTES])
                 .view(f"{order}f8")
@@ -313,7 +313,10 @@ class Ros:
             place = getattr(centre, "position", centre)
             c = abs(math.cos(centre.theta))
             s = abs(math.sin(centre.theta))
-            half = size[0] * c + size[1] * s, size[0] * s + size[1] * c
+            half = (
+                size[0] * c + size[1] * s,
+                size[0] * s + size[1] * c,
+            )
             marks.box.append(
                 (
                     place.x - half[0],
@@ -331,10 +334,18 @@ class Ros:
             )
         return marks
 
-    def cloud_head(self, data: Buffer, length: int) -> tuple[int, str, int]:  # noqa: ARG002 - foxglove's needs it
+    def cloud_head(
+        self,
+        data: Buffer,
+        length: int,  # noqa: ARG002 - foxglove's needs it
+    ) -> tuple[int, str, int]:
         """Read stamp, frame and number of points."""
         cdr = _Cdr(data)
-        return cdr.stamp(), cdr.text(), max(cdr.u32() * cdr.u32(), 1)
+        stamp = cdr.stamp()
+        frame = cdr.text()
+        height = cdr.u32()
+        width = cdr.u32()
+        return stamp, frame, max(height * width, 1)
 
     def cloud(self, data: Buffer) -> Cloud:
         """Read a PointCloud2."""
@@ -431,7 +442,8 @@ class _Cdr:
         return int(value)
 
     def text(self) -> str:
-        return bytes(self.chars()).rstrip(b"\0").decode("utf-8", "replace")
+        text = bytes(self.chars()).rstrip(b"\0")
+        return text.decode("utf-8", "replace")
 
     def chars(self) -> memoryview:
         """Read a text with its end mark."""

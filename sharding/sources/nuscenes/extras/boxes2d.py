@@ -55,7 +55,11 @@ def image_box_channels(cameras: Sequence[str]) -> tuple[Channel, ...]:
     return tuple(boxes2d_channel(name.lower(), _DESCRIPTION) for name in cameras)
 
 
-def image_boxes(rows: SceneRows, number: int, boxes: BoxRows) -> dict[str, ImageBoxRows]:
+def image_boxes(
+    rows: SceneRows,
+    number: int,
+    boxes: BoxRows,
+) -> dict[str, ImageBoxRows]:
     """Return the 2-D boxes of one sample by camera; raise SourceError for an image that is not
     rectified.
     """
@@ -64,8 +68,15 @@ def image_boxes(rows: SceneRows, number: int, boxes: BoxRows) -> dict[str, Image
     frame = np.zeros(len(boxes.category), np.int64)
     category = np.array(boxes.category, object)
     track = np.array(boxes.track, object)
-    columns = in_ego([(0, boxes)], frame, np.zeros(1, np.int64), ego2global[None])
-    corners = box_corners(columns["boxes3d"], columns["rotation_wxyz"]).astype(np.float64)
+    timestamp_ns = np.zeros(1, np.int64)
+    columns = in_ego(
+        [(0, boxes)],
+        frame=frame,
+        timestamp_ns=timestamp_ns,
+        ego2global=ego2global[None],
+    )
+    corners = box_corners(columns["boxes3d"], columns["rotation_wxyz"])
+    corners = corners.astype(np.float64)
     for camera, image in rows.images[number].items():
         if image.absent:
             continue
@@ -80,7 +91,8 @@ def image_boxes(rows: SceneRows, number: int, boxes: BoxRows) -> dict[str, Image
         assert image.ego2global is not None, "every row has a pose"
         ego2cam = invert_rigid(image.ego2global @ image.cam2ego) @ ego2global
         in_camera = move_points(corners, ego2cam)
-        bounds, numbers = image_bounds(in_camera, image.intrinsics, (image.width, image.height))
+        size_wh = (image.width, image.height)
+        bounds, numbers = image_bounds(in_camera, image.intrinsics, size_wh)
         boxes_by_camera[camera] = ImageBoxRows(
             box=bounds,
             category=category[numbers].tolist(),
@@ -150,9 +162,11 @@ def _clip_polygon(
             out=np.zeros_like(distance),
             where=crosses,
         )
-        crossing = polygon + share[:, None] * (np.roll(polygon, -1, 0) - polygon)
+        edges = np.roll(polygon, -1, 0) - polygon
+        crossing = polygon + share[:, None] * edges
         vertices = np.stack((polygon, crossing), 1).reshape(-1, 3)
-        polygon = vertices[np.stack((distance >= 0, crosses), 1).reshape(-1)]
+        keep = np.stack((distance >= 0, crosses), 1).reshape(-1)
+        polygon = vertices[keep]
         if not len(polygon):
             break
     return polygon

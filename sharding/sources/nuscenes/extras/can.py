@@ -99,7 +99,12 @@ def can_channel(message: str, *, series: bool = False) -> Channel:
     for field, (length, unit) in MESSAGES[message].items():
         names = [field] if length == 1 else [f"{field}_{axis}" for axis in _AXES[length]]
         units |= dict.fromkeys(names, unit)
-    return signals_channel(f"can_{message}", units, message, series=series)
+    return signals_channel(
+        f"can_{message}",
+        units=units,
+        source_name=message,
+        series=series,
+    )
 
 
 class CanMessages(msgspec.Struct, frozen=True):
@@ -164,17 +169,27 @@ class CanBus:
         sample = rows.samples[number]
         until_us = rows.timestamp_us[number]
         before = int(keyframes.joined["sample"].links["prev"][sample])
-        after_us = (
-            until_us - round(_FIRST_S * 1e6) if before < 0 else int(keyframes.timestamp_us[before])
-        )
+        after_us = until_us - round(_FIRST_S * 1e6)
+        if before >= 0:
+            after_us = int(keyframes.timestamp_us[before])
         for channel in self.channels:
             file = f"{FOLDER}/{rows.scene.name}_{channel.source_name}.json"
-            messages = CanMessages(str(channel.source_name), file, after_us, until_us)
-            yield FileMember(channel.field, msgspec.json.encode(messages).decode(), (file,))
+            messages = CanMessages(
+                message=str(channel.source_name),
+                file=file,
+                after_us=after_us,
+                until_us=until_us,
+            )
+            ref = msgspec.json.encode(messages).decode()
+            yield FileMember(channel.field, ref, (file,))
 
 
 @lru_cache(maxsize=8)
-def _parse_file(read: Callable[[str], bytes], message: str, file: str) -> tuple[I64, F64]:
+def _parse_file(
+    read: Callable[[str], bytes],
+    message: str,
+    file: str,
+) -> tuple[I64, F64]:
     """Return times [us] (N,) and values (N, C) of a file; kept for the samples of its scene that
     follow.
     """
@@ -193,8 +208,9 @@ def parse_can(data: bytes, message: str, file: str) -> tuple[I64, F64]:
         f"is not a list of messages '{message}'",
     )
     times = np.array([record.utime for record in records], np.int64)
-    if (np.diff(times) < 0).any():
-        row = int(np.argmax(np.diff(times) < 0)) + 1
+    is_backward = np.diff(times) < 0
+    if is_backward.any():
+        row = int(np.argmax(is_backward)) + 1
         raise SourceError(
             f"CAN file '{file}': message {row} of {times[row]} us is earlier than the one before it"
         )

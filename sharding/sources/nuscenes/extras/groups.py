@@ -47,7 +47,7 @@ class Stated(NamedTuple):
 
     channels: tuple[Channel, ...]
 
-    def members(self, rows: SceneRows, number: int) -> tuple[()]:  # noqa: ARG002 - there is nothing more
+    def members(self, rows: SceneRows, number: int) -> tuple[()]:  # noqa: ARG002 - it has none
         """Return none."""
         return ()
 

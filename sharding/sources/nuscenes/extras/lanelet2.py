@@ -99,14 +99,11 @@ def outline(left_line: F64, right_line: F64) -> F64:
     """Return the closed outline (N, 2) of a lanelet, whose bounds may run either way."""
     if min(map(len, (left_line, right_line))) < 1:
         return np.empty((0, 2))
-    ends = np.linalg.norm(right_line[[0, -1]] - left_line[-1], axis=1)
-    return np.concatenate(
-        [
-            left_line,
-            right_line if ends[0] < ends[1] else right_line[::-1],
-            left_line[:1],
-        ]
-    )
+    # The right line is reversed where it would cross the outline.
+    to_start, to_end = np.linalg.norm(right_line[[0, -1]] - left_line[-1], axis=1)
+    if to_end <= to_start:
+        right_line = right_line[::-1]
+    return np.concatenate([left_line, right_line, left_line[:1]])
 
 
 class _Elements:
@@ -153,7 +150,8 @@ class _Elements:
         elif element == "nd" and self._kind == "way":
             self._nodes[self._name].append(attributes["ref"])
         elif element == "member" and self._kind == "relation" and attributes["type"] == "way":
-            self.members[self._name].append((attributes["role"], attributes["ref"]))
+            member = (attributes["role"], attributes["ref"])
+            self.members[self._name].append(member)
 
     def line(self, way: str, owner: str) -> F64:
         """Return the vertices (N, 2) of a way; raise SourceError where it, or a node of it, is

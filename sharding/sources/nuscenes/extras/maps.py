@@ -85,7 +85,8 @@ class Maps:
     def members(self, rows: SceneRows, number: int) -> Iterator[FileMember]:
         """Yield the window at one sample, as far as the file is there."""
         file = f"{FOLDER}/{rows.log.location}.json"
-        for (reference,) in self._windows.references(file, rows.ego2global[number : number + 1]):
+        pose = rows.ego2global[number : number + 1]
+        for (reference,) in self._windows.references(file, pose):
             yield FileMember(
                 reference.name,
                 reference.ref,

@@ -104,7 +104,8 @@ class RadarFiles(msgspec.Struct, frozen=True, tag="radar"):
             points[:, :3] = move_points(points[:, :3], matrix)
             for pair in _VELOCITIES:
                 indices = [columns.index(name) for name in pair]
-                points[:, indices] = points[:, indices] @ matrix[:2, :2].T
+                turn = matrix[:2, :2]
+                points[:, indices] = points[:, indices] @ turn.T
             ages = np.full((len(points), 1), dt_s)
             parts.append(np.concatenate([points, ages], 1))
         return np.concatenate(parts).astype(np.float32)
@@ -145,8 +146,14 @@ class Radars:
                 self._sweeps.rows_up_to(rows.row_of(number, channel))
             )
             dt_s = (rows.timestamp_us[number] * NS_PER_US - timestamp_ns) * 1e-9
-            sensor2ego = (global2ego @ sensor2global)[:, :3].reshape(-1, 12)
-            radar_files = RadarFiles(channel, files, dt_s.tolist(), sensor2ego.tolist())
+            sensor2ego = global2ego @ sensor2global
+            sensor2ego = sensor2ego[:, :3].reshape(-1, 12)
+            radar_files = RadarFiles(
+                channel=channel,
+                files=files,
+                dt_s=dt_s.tolist(),
+                sensor2ego=sensor2ego.tolist(),
+            )
             hint = "leave out 'radar' in the option channels, or earlier sweeps by radar_sweeps=0"
             yield FileMember(
                 radar_channel(channel).field,
@@ -169,7 +176,8 @@ def parse_pcd(data: bytes, name: str) -> F64:
             f"radar file '{name}' has the fields {' '.join(fields):.200}; wanted are "
             f"nuScenes' 18 fields, {' '.join(FIELDS)}"
         )
-    points = np.stack([column.astype(np.float64) for column in fields.values()], 1)
+    columns = [column.astype(np.float64) for column in fields.values()]
+    points = np.stack(columns, 1)
     if len(points) and np.isnan(points[0]).any():
         return points[:0]
     return points

@@ -49,11 +49,17 @@ AGENTS: Final = Channel(
 class Trajectories:
     """Trajectories of the ego vehicle and, where the tables have annotations, of the boxes."""
 
-    def __init__(self, disk: Disk, keyframes: Keyframes, annotations: Annotations) -> None:
+    def __init__(
+        self,
+        disk: Disk,
+        keyframes: Keyframes,
+        annotations: Annotations,
+    ) -> None:
         self._annotations = annotations
         self._links = keyframes.joined["sample"].links
         self.channels = (EGO, AGENTS) if len(annotations) else (EGO,)
-        self._frame: I32 = disk.filled(-1, len(keyframes.joined["sample"]), np.int32)
+        num_samples = len(keyframes.joined["sample"])
+        self._frame: I32 = disk.filled(-1, num_samples, np.int32)
         for _, samples in keyframes.scenes():
             self._frame[samples] = np.arange(len(samples))
 
@@ -67,8 +73,14 @@ class Trajectories:
         samples = np.concatenate([past[::-1, 0], sample, future[:, 0]])
         exists = samples >= 0
         samples = samples[exists]
-        times_s = (keyframes.timestamp_us[samples] - rows.timestamp_us[number]) * 1e-6
-        references = [ego_trajectory(global2ego, keyframes.ego2global(samples), times_s, exists)]
+        times_us = keyframes.timestamp_us[samples] - rows.timestamp_us[number]
+        trajectory = ego_trajectory(
+            global2ego,
+            ego2global=keyframes.ego2global(samples),
+            time_s=times_us * 1e-6,
+            exists=exists,
+        )
+        references = [trajectory]
         if AGENTS not in self.channels:
             return references
         sample_row = int(rows.samples[number])
@@ -91,17 +103,20 @@ class Trajectories:
                 fits &= scene_of[box_samples] == scene_of[sample_row]
                 steps[np.flatnonzero(fits), step[fits]] = followed[fits]
         is_there = steps >= 0
-        position = move_points(annotations.columns["translation"][steps], global2ego)
-        turn = global2ego[:3, :3] @ rotation_matrices(annotations.columns["rotation"][steps])
-        yaw = np.arctan2(turn[..., 1, 0], turn[..., 0, 0])
+        places = annotations.columns["translation"][steps]
+        position = move_points(places, global2ego)
         position[~is_there] = np.nan
+        rotations = rotation_matrices(annotations.columns["rotation"][steps])
+        turn = global2ego[:3, :3] @ rotations
+        yaw = np.arctan2(turn[..., 1, 0], turn[..., 0, 0])
         yaw[~is_there] = np.nan
         agents = {
             "position": position.astype(np.float32),
             "yaw": yaw.astype(np.float32)[..., None],
             "valid": is_there.astype(np.uint8),
         }
-        references.append(computed(AGENTS, KINDS[AGENTS.kind].encode(agents, AGENTS)))
+        data = KINDS[AGENTS.kind].encode(agents, AGENTS)
+        references.append(computed(AGENTS, data))
         return references
 
 
@@ -109,5 +124,6 @@ def _follow_link(rows: I64, link: I64, number: int) -> I64:
     """Return rows (number, M) that follow some rows (M,) along a link, -1 after its end."""
     table = np.empty((number, len(rows)), np.int64)
     for step in range(number):
-        rows = table[step] = np.where(rows >= 0, link[rows], -1)
+        rows = np.where(rows >= 0, link[rows], -1)
+        table[step] = rows
     return table

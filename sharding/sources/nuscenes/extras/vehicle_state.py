@@ -78,7 +78,13 @@ class VehicleState(Record, frozen=True, gc=False):
 
 def state_channel(*, series: bool) -> Channel:
     """Return the entry of the table; with ``series`` as a series."""
-    return signals_channel(f"can_{TABLE}", _UNITS, TABLE, has_unknown=True, series=series)
+    return signals_channel(
+        f"can_{TABLE}",
+        units=_UNITS,
+        source_name=TABLE,
+        has_unknown=True,
+        series=series,
+    )
 
 
 def state_signals(
