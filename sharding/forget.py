@@ -546,6 +546,7 @@ def _open_source(out: FolderOutput, kinds: Kinds, *, is_started: bool) -> Datase
     before = out.work / _BEFORE
     manifest = load_manifest(before, kinds)
     if out.size(MANIFEST_FILE) is None:
+        # The rewrite was interrupted, and only the snapshot is whole.
         for entry in manifest.files:
             if not file_is(before / entry.name, entry.bytes, entry.sha256):
                 raise _make_edited_error(out)
@@ -555,7 +556,7 @@ def _open_source(out: FolderOutput, kinds: Kinds, *, is_started: bool) -> Datase
         return open_kind(out.root, kinds)  # nothing has changed there
     if current.lineage.parents != (manifest.fingerprint,):
         raise _make_edited_error(out)
-    return open_kind(before, kinds)
+    return open_kind(before, kinds)  # the new version is there already
 
 
 def _make_edited_error(out: FolderOutput) -> DatasetError:

@@ -24,7 +24,7 @@ import numpy as np
 from msgspec import Meta
 
 from fuelrail.bench.annotation.outputs import infer_table, rows_of
-from fuelrail.bench.trainer.models.settings import find
+from fuelrail.bench.trainer.models.settings import import_function
 from fuelrail.loaders.config import Transforms
 from fuelrail.loaders.schedule.layers import view_settings
 from fuelrail.pipeline.channels.logits import logits_store
@@ -531,7 +531,7 @@ class _Annotation:
 
 def _load(name: str) -> Model:
     """Import ``MODULE:NAME``; a class is instantiated."""
-    target = find(name)
+    target = import_function(name)
     try:
         model: Any = target() if isinstance(target, type) else target
     except FuelrailError:

@@ -168,7 +168,7 @@ def stages(
             inputs=inputs,
         )
         if settings.recompute == "selective" and degrees.dp_shard > 1:
-            outputs, recomputed = _second_products(model, degrees, blocks)
+            outputs, recomputed = _recomputed_products(model, degrees, blocks)
             spared += outputs
     experts = 0.0
     if isinstance(model, GptSettings) and inputs.expert_parallel > 1:
@@ -272,15 +272,15 @@ def _spared(
     return round(model.context * blocks * bytes_per_token)
 
 
-def _second_products(
+def _recomputed_products(
     model: ModelSettings | str,
     degrees: Degrees,
     blocks: float,
 ) -> tuple[int, int]:
-    """Return bytes of a sample that selective recomputation does not keep beside ours, and the FLOP
-    that it takes.
+    """Return bytes of a sample that torchtitan's selective recomputation saves, and the FLOP that
+    it takes.
 
-    Torchtitan computes every second product of a block again: keys, attention's output, and of a
+    It computes every other matrix product of a block again: keys, attention's output, and of a
     gated perceptron the second matrix, else the last one. Ours keeps all.
     """
     if not isinstance(model, GptSettings):

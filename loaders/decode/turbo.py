@@ -284,6 +284,7 @@ class TurboDecoder:
             image = decode_jpeg(encoded, info, factor, self._scratch)
         elif image is None:
             image = _decode_png(encoded, info)
+            # OpenCV decodes to BGR: planes are filled in reverse.
             outs = [out[::-1] for out in outs]
         for image_map, grid, out in zip(image_maps, grids, outs, strict=True):
             self._sample(
@@ -400,6 +401,7 @@ class TurboDecoder:
             )
         elif image is None:
             image = _decode_png(encoded, info)
+            # OpenCV decodes to BGR: planes are filled in reverse.
             views = [view._replace(out=view.out[::-1]) for view in views]
         for view, (begin, end) in zip(views, parts, strict=True):
             # Rows of MCUs are whole in every DCT scaling.

@@ -47,10 +47,11 @@ def exact_checkpoints() -> Any:
             if loop.restarted_mid_epoch and is_at_end:
                 epochs.increment_ready()
                 epochs.increment_started()
-            states = loop._combined_loader_states_to_load  # noqa: SLF001 - Lightning did not
+            states = loop._combined_loader_states_to_load  # noqa: SLF001 - Lightning leaves them
             if states:
                 loop._combined_loader._load_state_dicts(states)  # noqa: SLF001
                 loop._combined_loader_states_to_load = []  # noqa: SLF001
+                # The iterator was made before the states were loaded: make it again.
                 iter(loop._data_fetcher)  # noqa: SLF001
 
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:

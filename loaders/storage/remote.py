@@ -90,6 +90,7 @@ class RemoteShards:
         self._lock = threading.Lock()
 
     def _begin(self) -> None:
+        """Make what belongs to this process: client, cache, event loop and requester."""
         import fsspec.asyn
 
         self._pid = os.getpid()
@@ -438,6 +439,7 @@ class _RemoteSession:
         index: int,
         row: IndexRow,
     ) -> memoryview:
+        """Return a cached span if it is good; else drop it from the cache and fetch it."""
         storage = self._storage
         span = cached.read()
         assert storage.cache is not None

@@ -160,11 +160,11 @@ class Witness:
         self._kind: str | None = None  # of ids, to which `_rules.expected` belongs
         self._previous: list[Epoch] = []
         self._is_resumed = False
-        self._epoch = self._start(0)
+        self._epoch = self._make_epoch(0)
 
     def __iter__(self) -> Iterator[Any]:
         if not self._is_resumed:
-            self._epoch = self._start(self._epoch.epoch)
+            self._epoch = self._make_epoch(self._epoch.epoch)
         self._is_resumed = False
         for batch in self.loader:
             self.note(batch)
@@ -182,7 +182,7 @@ class Witness:
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch comes next, to the loader and its sampler too where they take it."""
         if epoch != self._epoch.epoch:
-            self._epoch = self._start(epoch)
+            self._epoch = self._make_epoch(epoch)
             self._is_resumed = False
         for target in (self.loader, getattr(self.loader, "sampler", None)):
             set_epoch = getattr(target, "set_epoch", None)
@@ -208,7 +208,7 @@ class Witness:
             path = self._folder / f"epoch{record.epoch:05d}.rank{self._rank:05d}.json"
             with published(path, sync=False) as file:
                 file.write(msgspec.json.encode(encode_record(record)))
-        self._epoch = self._start(record.epoch + 1)
+        self._epoch = self._make_epoch(record.epoch + 1)
         records = self._gather(record)
         report = self._judge(records)
         self._previous = records
@@ -263,7 +263,7 @@ class Witness:
         if self._rules.groups is not None:
             first = self._rules.groups[0][0]
         is_counter = is_own or (is_of_all and self._rank == first)
-        record = merged if is_counter else self._start(merged.epoch)
+        record = merged if is_counter else self._make_epoch(merged.epoch)
         record.ranks = [self._rank]
         record.world = self._world
         record.batches = [max(merged.batches)]
@@ -273,7 +273,7 @@ class Witness:
         record.sequence = f"resumed from {merged.sequence}" if is_own or merged.rows else ""
         expected = expect(self._expected, None).record
         is_over = is_of_all and expected is not None and merged.rows >= expected.rows
-        self._epoch = self._start(merged.epoch + 1) if is_over else record
+        self._epoch = self._make_epoch(merged.epoch + 1) if is_over else record
         self._is_resumed = True
 
     def _merge(self, records: Sequence[Epoch]) -> Epoch:
@@ -288,7 +288,8 @@ class Witness:
         merged.batches = [count for record in records for count in record.batches]
         return merged
 
-    def _start(self, epoch: int) -> Epoch:
+    def _make_epoch(self, epoch: int) -> Epoch:
+        """Return this rank's record of an epoch of which no batch was seen."""
         return Epoch(
             epoch=epoch,
             ranks=[self._rank],

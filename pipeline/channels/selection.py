@@ -42,11 +42,11 @@ def broken_table(channels: Sequence[Channel], *, known_only: bool = False) -> It
         kind = KINDS.find(channel.kind)
         law = LAWS.find(channel.law.name)
         if not known_only or (kind is not None and law is not None):
-            faults += _broken_code(channel, table)
+            faults += _find_faults_of_kind_and_law(channel, table)
         yield from (f"channel {channel.name!r:.110}: {text}" for text in faults)
 
 
-def _broken_code(channel: Channel, table: Mapping[str, Channel]) -> Iterator[str]:
+def _find_faults_of_kind_and_law(channel: Channel, table: Mapping[str, Channel]) -> Iterator[str]:
     kind = KINDS.find(channel.kind)
     law = LAWS.find(channel.law.name)
     if kind is None:
@@ -94,7 +94,7 @@ def select(
             raise ConfigError(
                 f"'{where}' has no channel {name!r:.110}; it has: {', '.join(table) or 'none'}"
             )
-        for text in _broken_code(table[name], table):
+        for text in _find_faults_of_kind_and_law(table[name], table):
             raise ManifestError(
                 f"'{where}': channel '{name}': {text}; leave it out, or install what knows it"
             )

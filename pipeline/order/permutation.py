@@ -238,7 +238,7 @@ class KeyedPermutation:
                     spare=spare,
                 )
                 np.add(high, mixed, out=high)  # under 2 * size
-                # Wraps around to a huge number where left < size already.
+                # Wraps around to a huge number where high < size already.
                 np.subtract(high, size, out=spare)
                 np.minimum(high, spare, out=high)
                 high, low = low, high

@@ -111,7 +111,7 @@ class PixelAugment(Settings, frozen=True):
     scope: Literal["camera", "sample"] = "camera"
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be meant."""
+        """Check the ranges; settle ``train`` where it is not given."""
         check_types(self, ConfigError)
         for name in ("contrast", "saturation"):
             low, high = getattr(self, name)

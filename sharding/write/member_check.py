@@ -153,6 +153,7 @@ def check_rows(table: ScanTable, rig: Rig, source: str) -> None:
         members: dict[str, Buffer] = {META: row.meta, GEOMETRY: row.geometry}
         if row.boxes is not None:
             members[BOXES] = row.boxes
+        # Images by their names: what has a width is one.
         members.update((member.name, b"") for member in row.members if member.width)
         check = MemberCheck(rig, source)
         with findings.collecting(f"clip {row.clip}"):

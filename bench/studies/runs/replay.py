@@ -477,7 +477,7 @@ def seen(
     replaced = history.replaced()
     showings: list[Showing] = []
     folder = Path(ledger).parent if files is None else files
-    num = 0
+    num_samples = 0
     loader_key: tuple[int, int] | None = None
     with contextlib.ExitStack() as stack:
         for part in history.parts:
@@ -500,17 +500,17 @@ def seen(
                 loader_key = setup_key
             state = state_at(part.identity, part.walk.start, loader.batch_size)
             loader.load_state_dict(state)  # refuses another dataset, or one that has changed
-            samples_of_parts = _samples(loader, part.identity.split, names)
-            num = sum(map(len, samples_of_parts))
+            samples_of_datasets = _samples(loader, part.identity.split, names)
+            num_samples = sum(map(len, samples_of_datasets))
             last_epoch, _ = part.walk.place(part.length - 1)
             for epoch in range(part.walk.start.epoch, last_epoch + 1):
-                for of_part, samples in enumerate(samples_of_parts):
+                for dataset_number, samples in enumerate(samples_of_datasets):
                     if len(samples):
                         showings += _in_epoch(
                             part,
                             loader=loader,
                             epoch=epoch,
-                            of_part=of_part,
+                            dataset_number=dataset_number,
                             samples=samples,
                             replaced=replaced,
                         )
@@ -534,7 +534,7 @@ def seen(
         places = [place for place in places if place <= limit]
     newest = max(places, default=None)
     checkpoint = None if newest is None else names_of_states.get(newest)
-    return SeenReport(showings, num, newest, checkpoint)
+    return SeenReport(showings, num_samples, newest, checkpoint)
 
 
 def _samples(
@@ -579,17 +579,17 @@ def _in_epoch(
     part: Part,
     loader: DataLoader,
     epoch: int,
-    of_part: int,
+    dataset_number: int,
     samples: NDArray[np.int64],
     replaced: Replaced,
 ) -> list[Showing]:
     """Return the showings in those steps of an epoch that are of a part of the run."""
     batches = part.walk.batches(epoch)
     start = part.stretch.start
-    dataset = list(loader.datasets.values())[of_part]
+    dataset = list(loader.datasets.values())[dataset_number]
     first = dataset.split(part.identity.split).first_sample
     keys = [dataset.index.row(first + sample).key for sample in samples.tolist()]
-    indices, positions, is_own = loader.where.find(epoch, of_part, samples)
+    indices, positions, is_own = loader.where.find(epoch, dataset_number, samples)
     keys_shown = [keys[index] for index in indices.tolist()]
     draws_of_samples = list(zip(keys_shown, positions.tolist(), is_own.tolist(), strict=True))
     for (epoch_of_entry, position), entry in replaced.items():

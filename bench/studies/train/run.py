@@ -235,14 +235,14 @@ def why_cut_off(outcome: Outcome, logs: Sequence[RankLog]) -> str | None:
         return WAS_INTERRUPTED
     if outcome.exit_code == 0:
         return None
-    log_hint = f"their output is in records/{_LOG_FILE} beside the report"
+    log_place = f"records/{_LOG_FILE} beside the report"
     if any(log.failure is not None and log.failure.kind == "timed out" for log in logs):
         silent = [rank for rank, log in enumerate(logs) if log.failure is None and log.end is None]
         if silent:
             done = ", ".join(str(len(logs[rank].steps)) for rank in silent)
             return (
                 f"rank {', '.join(map(str, silent))} did not answer within the time limit "
-                f"(timeout_s), after {done} steps; {log_hint}"
+                f"(timeout_s), after {done} steps; their output is in {log_place}"
             )
     # One that a signal took left no word; SIGTERM is how the launcher ends the ranks beside it.
     for exit_ in outcome.failed:
@@ -258,6 +258,11 @@ def why_cut_off(outcome: Outcome, logs: Sequence[RankLog]) -> str | None:
             key=lambda entry: (entry[0].kind != "refused", entry[0].at_ns),
         )
         message = f"rank {rank}: {failure.message}"
-        return message if failure.kind == "refused" else f"{message} (the ranks' {log_hint[6:]})"
+        if failure.kind == "refused":
+            return message
+        return f"{message} (the ranks' output is in {log_place})"
     ended = ", ".join(str(rank) for rank, log in enumerate(logs) if log.end is None)
-    return f"rank {ended or 'unknown'} ended early with exit code {outcome.exit_code}; {log_hint}"
+    return (
+        f"rank {ended or 'unknown'} ended early with exit code {outcome.exit_code}; "
+        f"their output is in {log_place}"
+    )

@@ -61,7 +61,7 @@ from fuelrail.bench.trainer.distill.settings import DISTILL
 from fuelrail.bench.trainer.distill.student import distilled
 from fuelrail.bench.trainer.loop import batches, train
 from fuelrail.bench.trainer.models.build import maker
-from fuelrail.bench.trainer.models.settings import MODELS, find
+from fuelrail.bench.trainer.models.settings import MODELS, import_function
 from fuelrail.bench.trainer.strategies.parallel import make_mesh, parallelise
 from fuelrail.bench.trainer.strategies.settings import (
     Degrees,
@@ -466,7 +466,7 @@ def _run(settings: TrainSettings, device: str | None, writer: RankWriter) -> Non
     recorder = None if trace is None else trace.recorder
     transform = None
     if settings.transform is not None:
-        transform = TimedTransform(find(settings.transform, "transform"))
+        transform = TimedTransform(import_function(settings.transform, "transform"))
     with make_loader(
         settings, device=device, trace=recorder, mesh=mesh, transform=transform
     ) as loader:

@@ -25,7 +25,7 @@ from fuelrail.bench.trainer.models.settings import (
     GptSettings,
     ModelSettings,
     ResNetSettings,
-    find,
+    import_function,
 )
 from fuelrail.bench.trainer.models.vit import MultiCameraVit
 
@@ -55,7 +55,7 @@ def maker(name: str) -> Callable[[], nn.Module]:
     """Return what makes a model: one of ours by its name, or what ``MODULE:FUNCTION`` names."""
     if name in MODELS:
         return partial(build_model, MODELS[name])
-    function: Callable[[], nn.Module] = find(name)
+    function: Callable[[], nn.Module] = import_function(name)
     return function
 
 

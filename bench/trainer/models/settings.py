@@ -178,7 +178,7 @@ def feature_width(settings: ModelSettings) -> int:
     return settings.width
 
 
-def find(name: str, noun: str = "model") -> Any:
+def import_function(name: str, noun: str = "model") -> Any:
     """Import the function that ``MODULE:NAME`` names, from the working folder too.
 
     Raises ConfigError, which calls it a ``noun``, and StageError of its own.

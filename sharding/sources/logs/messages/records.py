@@ -156,20 +156,13 @@ class Edges(NamedTuple):
         by_frames: dict[tuple[str, str], list[Edges]] = {}
         for part in parts:
             by_frames.setdefault(part[:2], []).append(part)
-        joined_edges = [
-            cls(
-                *frames,
-                *map(
-                    np.concatenate,
-                    zip(*(part[2:] for part in pair_parts), strict=True),
-                ),
-            )
-            for frames, pair_parts in by_frames.items()
-        ]
-        return [
-            pair_edges.rows(np.argsort(pair_edges.row, kind="stable"))
-            for pair_edges in joined_edges
-        ]
+        joined_edges = []
+        for frames, pair_parts in by_frames.items():
+            columns = zip(*(part[2:] for part in pair_parts), strict=True)
+            pair_edges = cls(*frames, *(np.concatenate(column) for column in columns))
+            recording_order = np.argsort(pair_edges.row, kind="stable")
+            joined_edges.append(pair_edges.rows(recording_order))
+        return joined_edges
 
 
 class Marks(NamedTuple):

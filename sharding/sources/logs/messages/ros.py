@@ -339,7 +339,7 @@ class Ros:
         data: Buffer,
         length: int,  # noqa: ARG002 - foxglove's needs it
     ) -> tuple[int, str, int]:
-        """Read stamp, frame and number of points."""
+        """Read stamp, frame and number of points, at least 1."""
         cdr = _Cdr(data)
         stamp = cdr.stamp()
         frame = cdr.text()
