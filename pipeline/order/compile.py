@@ -93,7 +93,6 @@ def compile_order(
     if clips is None and needs_clips(spec, window):
         has_times = isinstance(window, TimeWindow)
         clips = ClipTable.of_split(dataset, split, times=has_times)
-    attributes = JoinedAttributes(dataset, split, layers) if layers else Attributes(dataset, split)
     shard_lengths = [num_samples]
     if spec.kind == "windowed":
         shard_lengths = split_lengths(dataset, split)
@@ -110,7 +109,7 @@ def compile_order(
         layer_samples.append(samples)
     inputs = read_inputs(
         spec,
-        attributes,
+        JoinedAttributes(dataset, split, layers) if layers else Attributes(dataset, split),
         shard_lengths,
         clips=clips,
         layers=layer_samples,
@@ -460,9 +459,6 @@ def _arrange_stages(
     stages = []
     for number, stage in enumerate(spec.stages):
         weights = (*spec.weights, *stage.weights)
-        seed = spec.seed
-        if number:
-            seed = derive_seed("order stage", spec.seed, number)
         stage_spec = msgspec.structs.replace(
             spec,
             filter=stage.filter,
@@ -471,7 +467,7 @@ def _arrange_stages(
             stages=(),
             balance=None,
             without=(),
-            seed=seed,
+            seed=derive_seed("order stage", spec.seed, number) if number else spec.seed,
             epoch_length=spec.epoch_length if weights else None,
         )
         selectors = []
