@@ -23,7 +23,7 @@ from fuelrail.bench.trainer.models.settings import (
     MODEL_IMAGE,
     MODELS,
     GptSettings,
-    find,
+    import_function,
 )
 from fuelrail.loaders.batch.counterfactual import LoaderPart
 from fuelrail.loaders.config import Transforms
@@ -64,7 +64,7 @@ def make_loader(
     the place of that of the settings, such as one that measures itself.
     """
     if transform is None and settings.transform is not None:
-        transform = find(settings.transform, "transform")
+        transform = import_function(settings.transform, "transform")
     window = settings.window
     layer = settings.teacher_layer
     channels = token_channel(settings.dataset, settings.model)
