@@ -37,16 +37,16 @@ LABELS: Final = {
 PARTS: Final = tuple(LABELS)
 """Phases of a step, with the named parts of `other` apart."""
 
-_NOTABLE: Final = 0.02
-"""A loss whose interval begins below this share is not certain."""
+_NOTABLE: Final = 0.05
+"""A loss whose interval begins below this share is not named: trainers take some percent for
+themselves.
+"""
 _ORDINARY: Final = 0.1
 """What ranks may lose in collectives, and by waiting for each other in turns: no two are alike."""
 _CONTENDED: Final = 0.15
 """What ranks may lose so, or a rank in computing, where other processes take its CPUs; more where
 its threads stand in the queue.
 """
-_NOTABLE_CONTENDED: Final = 0.05
-"""What else is not certain there."""
 _COMPUTES: Final = 0.6
 _WAITS: Final = 0.3
 _QUEUED: Final = 0.1
@@ -133,7 +133,6 @@ def find_causes(
     collector = steps["collector_ns"].mean(axis=0)
     lost["other"] = np.maximum(0.0, lost["other"] - collector)
     loader = _explain_loader(steps, num_workers, num_cpus)
-    notable = _NOTABLE_CONTENDED if is_loaded else _NOTABLE
     ordinary = _ORDINARY
     if is_loaded:
         queued_ns = steps["threads_queued_ns"].sum()
@@ -154,7 +153,7 @@ def find_causes(
         is_computing = part in BUSY
         is_one &= not is_computing or late_steps(steps)[row] >= MOSTLY
         share = _Share.of_steps(np.where(chosen, late.costs, 0.0), wall)
-        threshold = _CONTENDED if is_computing and is_loaded else notable
+        threshold = _CONTENDED if is_computing and is_loaded else _NOTABLE
         # Whether the other ranks' loaders had mostly made all their batches when asked for one: of
         # ranks that starve alike, one gets its batch last every time, while those of the others
         # are made when they come out of the collective.
@@ -184,13 +183,13 @@ def find_causes(
         share = _Share.of_steps(times, wall)
         # What comes now and then is in few steps, and yet no chance.
         is_event = part in _EVENTS and np.count_nonzero(times) >= 3
-        threshold = ordinary if part == "all_reduce" else notable
+        threshold = ordinary if part == "all_reduce" else _NOTABLE
         if (share.share if is_event else share.low) > threshold:
             reason = loader if part == "data_wait" else _Reason(_CAUSES.get(part, part))
             text = f"{_SUBJECTS[part]} up: {share}. {reason.text}".strip()
             findings.append(_finding(reason, part, share, text))
     share = _Share.of_steps(collector, wall)
-    if share.low > notable:
+    if share.low > _NOTABLE:
         text = f"Python's garbage collection holds the loop up: {share}, within phases."
         findings.append(_finding(_Reason("garbage collection"), "other", share, text))
     findings.sort(key=lambda finding: (finding.cause not in _FIRST, -finding.share))

@@ -40,7 +40,7 @@ _METHOD = marked(
     "and what the others waited longer is charged to that rank, and to the phase in which it took "
     "longer than they. On a GPU all times are the device’s own, by events on its compute stream: a "
     "wait that its queue hides takes no time. Intervals are 95 % intervals from a block bootstrap "
-    "over the steps. What is not certainly above 2 % of the time is not named."
+    "over the steps. What is not certainly above 5 % of the time is not named."
 )
 
 

@@ -99,7 +99,7 @@ class WatchReport(ReportHead, frozen=True, kw_only=True):
         if self.occupancy is None:
             return f"No verdict: {self.window.too_short}."
         if not self.findings:
-            return "Nothing certain holds the accelerators up by more than 2% of the time."
+            return "Nothing certain holds the accelerators up by more than 5% of the time."
         return f"{self.findings[0].text} {self.findings[0].advice}"
 
     def as_text(self) -> str:
