@@ -497,11 +497,11 @@ class Recorder:
         threads_queued_ns = 0
         num_pages = 0
         with contextlib.suppress(OSError):  # one that has just ended, or another system
-            own = Path("/proc/self")
-            for task in (own / "task").iterdir():
+            process = Path("/proc/self")
+            for task in (process / "task").iterdir():
                 threads_queued_ns += int(_fields(task / "schedstat")[1])
-            num_pages += int(_fields(own / "statm")[1])
-            for child in _fields(own / f"task/{get_native_id()}/children"):
+            num_pages += int(_fields(process / "statm")[1])
+            for child in _fields(process / f"task/{get_native_id()}/children"):
                 worker = Path("/proc", child)
                 num_pages += int(_fields(worker / "statm")[1])
                 workers_s += sum(map(int, _fields(worker / "stat")[11:15])) / os.sysconf(

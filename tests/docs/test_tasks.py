@@ -279,7 +279,7 @@ def test_10_distil_a_teacher(desk, monkeypatch) -> None:
     predicted = names["predicted"]
     teacher = names["batch"]["teacher.logits"].float()
     assert predicted.shape == (2, 10)
-    assert names["known"].all()
+    assert names["mask"].all()
     student_logs, teacher_logs = ((logits / 2).log_softmax(1) for logits in (predicted, teacher))
     expected = 4 * torch.nn.functional.kl_div(
         student_logs, teacher_logs, reduction="batchmean", log_target=True

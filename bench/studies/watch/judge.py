@@ -234,9 +234,9 @@ def _find_late(parts: Mapping[str, Times]) -> _Lateness:
     update[:, 1:] = update[:, :-1].copy()
     beyond = np.zeros((len(durations), len(last)))
     for rank in np.unique(last):
-        own = durations[:, rank, last == rank]
+        late = durations[:, rank, last == rank]
         rest = np.delete(durations[:, :, last == rank], rank, axis=1)
-        beyond[:, last == rank] = own - np.median(rest, axis=1)
+        beyond[:, last == rank] = late - np.median(rest, axis=1)
     longest = beyond.argmax(axis=0)
     is_lost = np.isin(longest, [PARTS.index(name) for name in _LOST])
     excess = np.where(is_lost, np.maximum(0.0, beyond.max(axis=0)), 0.0) / len(waits)
