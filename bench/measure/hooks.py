@@ -295,8 +295,6 @@ class Hooks:
             recorder.use_device(devices[0])
             for name in _READS:
                 self.replace(torch.Tensor, name, self._read)
-        sizes = {id(value): value.numel() for part in self.inputs for value in part.parameters()}
-        recorder.num_parameters = sum(sizes.values())
         begin = ModuleHook(recorder, self._begin)
         end = ModuleHook(recorder, lambda *_: recorder.end_forward())
         self._removals.callback(module.register_forward_pre_hook(begin, prepend=True).remove)

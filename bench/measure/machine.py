@@ -263,19 +263,16 @@ class CpuWatch:
         self._count_s = own_s or _own_s
         self._started_s = time.monotonic()
         self._own_s = self._count_s()
-        self._all_s = all_cpu_s()
+        self._host_s = host_cpu_s()
 
     def use(self) -> CpuUse:
         """Return the use of the CPUs since the watch was made."""
         seconds = max(time.monotonic() - self._started_s, 1e-9)
         own_cpus = (self._count_s() - self._own_s) / seconds
-        all_s = all_cpu_s()
-        # In a container that may use some of the host's CPUs, the host's count says nothing about
-        # ours.
-        whole_machine = usable_cpus() == os.cpu_count()
+        host_s = host_cpu_s()
         other_cpus = None
-        if self._all_s is not None and all_s is not None and whole_machine:
-            other_cpus = max(0.0, (all_s - self._all_s) / seconds - own_cpus)
+        if self._host_s is not None and host_s is not None:
+            other_cpus = max(0.0, (host_s - self._host_s) / seconds - own_cpus)
         return CpuUse(
             seconds=seconds,
             own_cpus=own_cpus,
@@ -301,6 +298,14 @@ def all_cpu_s() -> float | None:
     None where there is no ``/proc/stat``.
     """
     return _cpu_s((1, 2, 3, 6, 7, 8))
+
+
+def host_cpu_s() -> float | None:
+    """Return :func:`all_cpu_s` of a host all of whose CPUs we may use; None elsewhere.
+
+    In a container that may use some of the host's CPUs, the host's count says nothing about ours.
+    """
+    return all_cpu_s() if usable_cpus() == os.cpu_count() else None
 
 
 def stolen_cpu_s() -> float | None:

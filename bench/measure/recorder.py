@@ -20,11 +20,11 @@ import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from threading import get_ident, get_native_id
+from threading import get_ident
 from typing import Any, Final, NamedTuple
 
 from fuelrail.bench.measure.clock import NS_PER_MS, NS_PER_S, ThreadTimes, thread_times
-from fuelrail.bench.measure.machine import all_cpu_s
+from fuelrail.bench.measure.machine import host_cpu_s
 from fuelrail.bench.measure.nvml import NvmlWatch
 from fuelrail.bench.measure.records import (
     BUSY,
@@ -34,10 +34,10 @@ from fuelrail.bench.measure.records import (
     RankHeader,
     RankWriter,
     Record,
+    StepDetails,
     StepRecord,
     rank_path,
 )
-from fuelrail.pipeline.runtime.host import usable_cpus
 
 # Gaps between two phases that belong to one: the loss is computed before backward, gradients are
 # clipped after it, and a model that is compiled with its hooks shows no forward pass. All other
@@ -52,7 +52,9 @@ _GAPS: Final = {
 _MAX_MARKS: Final = 1024
 _MAX_PENDING: Final = 64
 _NUM_RECORDS: Final = 1 << 16
-"""Records before each one sums up twice as many steps."""
+"""Steps with a record of their own; when their number has doubled, a record is of two steps, and so
+on.
+"""
 _CPU_EVERY_NS: Final = NS_PER_S
 _NAP_S: Final = 50e-6
 """A sleep, after which the trainer's thread needs Python's lock."""
@@ -113,7 +115,6 @@ class Recorder:
         self.is_recording = True
         self.num_steps = 0
         self.num_workers = 0
-        self.num_parameters = 0
         self.gaps = _GAPS if folder is not None else {}
         self.device: Any = None
         """A torch.device of CUDA, by whose events phases are timed."""
@@ -134,14 +135,14 @@ class Recorder:
         self._num_batches = 0
         self._record = _new_record()
         self._is_evaluating = False
-        self._updated_at: int | None = None  # the mark at the step's last update
+        self._updated_at: int | None = None  # the mark at the record's last update
+        self._is_updated = False  # since the loop asked for the batch
         self._was_updated = False
+        self._num_updated = 0  # steps of the record
         self._is_after_pause = False
         self._collecting_since_ns = 0
-        self._lock_ns = 0
         self._pending = deque[tuple[StepRecord, list[_Mark]]](maxlen=_MAX_PENDING)
         self._device_ns = 0
-        self._sum: StepRecord | None = None
         self._files = contextlib.ExitStack()
         self._record_event: Callable[[], Any] = lambda: None
         self._totals = self._read_totals()
@@ -172,7 +173,7 @@ class Recorder:
     @_guarded
     def ask(self, batches: Any = None) -> None:
         """Note that the loop asks an iterator for a batch. A step ends with the last update before
-        that.
+        that, and a record with the last one of its steps.
         """
         self._num_asking += 1
         if self._num_asking > 1:  # a loader inside a loader
@@ -197,8 +198,10 @@ class Recorder:
         is_trained = self._batch_use == "trained"
         is_batch = not self._was_updated and self._num_batches >= _STEPS_ARE_BATCHES
         is_over = len(self._marks) >= _MAX_MARKS or (is_batch and is_trained)
-        if self.folder is not None and (is_over or self._updated_at is not None):
+        num_wanted = 1 << (self.num_steps // _NUM_RECORDS).bit_length()
+        if self.folder is not None and (is_over or self._num_updated >= num_wanted):
             self._close(self._updated_at)
+        self._is_updated = False
         self._write_passed()
         self._batch_at = len(self._marks) - 1
         self._batch_use = ""
@@ -303,6 +306,8 @@ class Recorder:
     @_guarded
     def updated(self) -> None:
         """Note that an optimiser made its step."""
+        self._num_updated += not self._is_updated
+        self._is_updated = True
         self._was_updated = True
         self._updated_at = len(self._marks) - 1
 
@@ -336,7 +341,7 @@ class Recorder:
     @property
     def is_at_border(self) -> bool:
         """Whether the loop has made a step's update, and nothing of the next step."""
-        return self.is_idle and self._updated_at is not None and not self._is_evaluating
+        return self.is_idle and self._is_updated and not self._is_evaluating
 
     def write(self, record: Record) -> None:
         """Append a record to the rank's file, once it is open."""
@@ -365,8 +370,6 @@ class Recorder:
             if self.is_recording and self._updated_at is not None and self._marks:
                 self._close(self._updated_at)
             self._write_passed()
-            if self._sum is not None:
-                self.write(self._sum)
             if self._gpu is not None:
                 self._gpu.__exit__()
                 for use in self._gpu.use() or ():
@@ -374,7 +377,7 @@ class Recorder:
         except Exception as error:  # noqa: BLE001 - see _guarded
             self.fail(error)
         self.stop()
-        self._sum = self._gpu = self._writer = None
+        self._gpu = self._writer = None
         self._files.close()
 
     def _mark(self, phase: str) -> None:
@@ -388,27 +391,28 @@ class Recorder:
         self._mark("evaluation")
 
     def _close(self, end: int | None) -> None:
-        """End the step at a mark, with which the next one begins; None: at the last one."""
+        """End the record at a mark, with which the next one begins; None: at the last one."""
         end = len(self._marks) - 1 if end is None else end
         if self._marks[-1].ns - self._totals["cpu_wall_ns"] >= _CPU_EVERY_NS:
-            before = self._totals
-            self._totals = self._read_totals()
-            for name, total in self._totals.items():
-                is_level = name.endswith("_bytes")
-                growth = total if is_level else max(0, total - before[name])
+            totals = self._read_totals()
+            for name, growth in (totals - self._totals).items():
                 setattr(self._record.details, name, growth)
+            self._totals = totals
+            self._read_levels(self._record.details)
         self._record.epoch = self._epoch
         self._record.start_ns = self._marks[0].ns
+        self._record.details.num_steps = max(1, self._num_updated)
         if not self._is_after_pause:
             self._pending.append((self._record, self._marks[: end + 1]))
         self._record = _new_record()
         self._marks = self._marks[end:]
         self._updated_at = None
+        self._num_updated = 0
         self._is_after_pause = False
         self.has_forward = False
 
     def _write_passed(self) -> None:
-        """Write the steps whose marks the device has passed."""
+        """Write the records whose marks the device has passed."""
         while self._pending:
             record, marks = self._pending[0]
             if marks[-1].event is not None and not marks[-1].event.query():
@@ -416,38 +420,13 @@ class Recorder:
             self._pending.popleft()
             if self._writer is None:
                 self._writer = self._open_file()
-            self._timed(record, marks)
-            if self._sum is not None:
-                _add_earlier(self._sum, record)
-                _add_earlier(self._sum.details, record.details)
-                record.start_ns = self._sum.start_ns
-                record.end_ns = self._device_ns
-            self._sum = record
-            stride = 1 << (record.step // _NUM_RECORDS).bit_length()
-            if (record.step + 1) % stride == 0:
-                self.write(record)
-                self._sum = None
+            self.write(self._timed(record, marks))
 
     def _open_file(self) -> RankWriter:
-        import torch
-        import torch.distributed as dist
-
         assert self.folder is not None
         self.folder.mkdir(parents=True, exist_ok=True)
         writer = self._files.enter_context(RankWriter(rank_path(self.folder, self.rank)))
-        device = f"CPU, {torch.get_num_threads()} threads"
-        if self.device is not None:
-            device = torch.cuda.get_device_name(self.device)
-        has_backend = dist.is_available() and dist.is_initialized()
-        writer.write(
-            RankHeader(
-                device=device,
-                backend=dist.get_backend() if has_backend else None,
-                num_parameters=self.num_parameters,
-                world=self.world,
-                num_workers=self.num_workers,
-            )
-        )
+        writer.write(RankHeader(world=self.world, num_workers=self.num_workers))
         return writer
 
     def _timed(self, record: StepRecord, marks: list[_Mark]) -> StepRecord:
@@ -480,75 +459,62 @@ class Recorder:
         self._device_ns = record.start_ns + sum(durations[phase] for phase in PHASES)
         record.device_busy_ns = busy_ns
         record.end_ns = self._device_ns
-        record.step = self.num_steps
-        self.num_steps += 1
+        self.num_steps += record.details.num_steps
+        record.step = self.num_steps - 1
         return record
 
-    def _read_totals(self) -> dict[str, int]:
-        """Return the totals so far whose growth is in `StepDetails`, and the memory that is held."""
-        # What the thread waits for Python's lock, which it needs after a sleep.
+    def _read_totals(self) -> Counter[str]:
+        """Return the totals so far whose growth is in `StepDetails`."""
+        thread = thread_times()
+        totals = Counter(
+            process_cpu_ns=time.process_time_ns(),
+            trainer_cpu_ns=thread.cpu_ns,
+            trainer_queued_ns=thread.queued_ns,
+            cpu_wall_ns=time.monotonic_ns(),
+            host_cpu_ns=round((host_cpu_s() or 0.0) * NS_PER_S),
+        )
+        workers_s = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])  # that ended
+        with contextlib.suppress(OSError):  # one that has just ended, or another system
+            for task in Path("/proc/self/task").iterdir():
+                totals["threads_queued_ns"] += int(_fields(task / "schedstat")[1])
+            for worker in _workers():
+                ticks = sum(map(int, _fields(worker / "stat")[11:15]))
+                workers_s += ticks / os.sysconf("SC_CLK_TCK")
+                totals["workers_queued_ns"] += int(_fields(worker / "schedstat")[1])
+        totals["workers_cpu_ns"] = round(workers_s * NS_PER_S)
+        return totals
+
+    def _read_levels(self, details: StepDetails) -> None:
+        """Note the memory that is held, and how long the thread waits for Python's lock, which it
+        needs after a sleep.
+        """
         queued_ns = thread_times().queued_ns
         asked_ns = time.monotonic_ns()
         time.sleep(_NAP_S)
         waited_ns = time.monotonic_ns() - asked_ns - round(_NAP_S * NS_PER_S)
-        self._lock_ns += max(0, waited_ns - (thread_times().queued_ns - queued_ns))
-        workers_s = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])  # that ended
-        workers_queued_ns = 0
-        threads_queued_ns = 0
-        num_pages = 0
-        with contextlib.suppress(OSError):  # one that has just ended, or another system
-            process = Path("/proc/self")
-            for task in (process / "task").iterdir():
-                threads_queued_ns += int(_fields(task / "schedstat")[1])
-            num_pages += int(_fields(process / "statm")[1])
-            for child in _fields(process / f"task/{get_native_id()}/children"):
-                worker = Path("/proc", child)
-                num_pages += int(_fields(worker / "statm")[1])
-                workers_s += sum(map(int, _fields(worker / "stat")[11:15])) / os.sysconf(
-                    "SC_CLK_TCK"
-                )
-                workers_queued_ns += int(_fields(worker / "schedstat")[1])
-        device_bytes = 0
+        details.lock_ns = max(0, waited_ns - (thread_times().queued_ns - queued_ns))
+        with contextlib.suppress(OSError):
+            for process in (Path("/proc/self"), *_workers()):
+                num_pages = int(_fields(process / "statm")[1])
+                details.memory_bytes += num_pages * resource.getpagesize()
         if self.device is not None:
             import torch
 
-            device_bytes = torch.cuda.memory_allocated(self.device)
-        thread = thread_times()
-        is_whole_host = usable_cpus() == os.cpu_count()
-        host_s = (all_cpu_s() or 0.0) if is_whole_host else 0.0
-        return {
-            "process_cpu_ns": time.process_time_ns(),
-            "trainer_cpu_ns": thread.cpu_ns,
-            "workers_cpu_ns": round(workers_s * NS_PER_S),
-            "host_cpu_ns": round(host_s * NS_PER_S),
-            "trainer_queued_ns": thread.queued_ns,
-            "threads_queued_ns": threads_queued_ns,
-            "workers_queued_ns": workers_queued_ns,
-            "cpu_wall_ns": time.monotonic_ns(),
-            "lock_ns": self._lock_ns,
-            "memory_bytes": num_pages * os.sysconf("SC_PAGE_SIZE"),
-            "device_bytes": device_bytes,
-        }
+            details.device_bytes = torch.cuda.memory_allocated(self.device)
 
 
 def _new_record() -> StepRecord:
     return StepRecord(step=0, epoch=0, num_samples=0, start_ns=0)
 
 
+def _workers() -> list[Path]:
+    """Return the folders in /proc of the processes that the calling thread has started."""
+    return [Path("/proc", child) for child in _fields(Path("/proc/thread-self/children"))]
+
+
 def _fields(path: Path) -> list[str]:
     """Return the fields of a file in /proc, without the name of a process."""
     return path.read_text().rpartition(")")[2].split()
-
-
-def _add_earlier(earlier: Any, later: Any) -> None:
-    """Add what a record, or its details, says of the steps before to that of the steps after."""
-    for name in later.__struct_fields__:
-        before = getattr(earlier, name)
-        now = getattr(later, name)
-        if name.endswith("_bytes"):
-            setattr(later, name, now or before)
-        elif name.endswith("_ns") or name.startswith("num_"):
-            setattr(later, name, before + now)
 
 
 def num_rows(batch: Any) -> int:

@@ -193,9 +193,9 @@ class RankHeader(msgspec.Struct, frozen=True, kw_only=True, tag="header"):
     where a watched trainer says so; ``num_workers``: of its loader.
     """
 
-    device: str
-    backend: str | None
-    num_parameters: int
+    device: str = "unknown"
+    backend: str | None = None
+    num_parameters: int = 0
     peak_tflops: float | None = None
     world: int = 1
     num_workers: int = 0

@@ -34,8 +34,9 @@ def report_on(*ranks: list[StepRecord], world: int | None = None, num_workers: i
     header = RankHeader(
         device="d", backend="gloo", num_parameters=1, world=len(ranks), num_workers=num_workers
     )
-    logs = {rank: RankLog(header=header, steps=steps) for rank, steps in enumerate(ranks)}
-    return build_report(logs, world=world or len(ranks))
+    logs = {rank: RankLog() for rank in range(world or len(ranks))}
+    logs |= {rank: RankLog(header=header, steps=steps) for rank, steps in enumerate(ranks)}
+    return build_report(logs)
 
 
 def rank(times: dict[str, float] | None = None, **details: int) -> list[StepRecord]:

@@ -47,7 +47,7 @@ _METHOD = marked(
 def describe(report: WatchReport, plots: Mapping[str, str]) -> Document:  # noqa: ARG001 - no plots
     """Return the report as a document."""
     parts: list[Block | Section] = []
-    if report.occupancy is None or report.step_time is None:
+    if report.occupancy is None:
         parts.append(Note(report.verdict()))
     else:
         bar = [

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from importlib.util import find_spec
+from operator import attrgetter
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
-from fuelrail.bench.measure.clock import Summary, summarise_ns
 from fuelrail.bench.measure.machine import CpuUse, machine_facts
 from fuelrail.bench.measure.nvml import GpuUse
 from fuelrail.bench.measure.occupancy import (
@@ -22,13 +23,7 @@ from fuelrail.bench.measure.occupancy import (
 )
 from fuelrail.bench.measure.rates import Interval, bootstrap_means
 from fuelrail.bench.measure.records import RankLog, Remedy, rank_path, read_rank, step_table
-from fuelrail.bench.report.files import (
-    REPORT_JSON,
-    ReportHead,
-    created_now,
-    publish,
-    publish_json,
-)
+from fuelrail.bench.report.files import REPORT_JSON, ReportHead, created_now, publish, publish_json
 from fuelrail.bench.studies.watch.export import TENSORBOARD_FOLDER, write_tensorboard
 from fuelrail.bench.studies.watch.judge import (
     LABELS,
@@ -42,7 +37,7 @@ from fuelrail.pipeline.cli import counted
 
 SCHEMA = "fuelrail-watch"
 
-VERSION = 2
+VERSION = 3
 
 RECORDS = "records"
 
@@ -52,12 +47,6 @@ _WARM_UP = 10
 _MAX_RECORDS = 10_000
 """Of a longer run the last ones are judged."""
 _SHOWN_RANKS = 16
-_GAUGES = {
-    "step_seconds": "mean time of a step",
-    "occupancy_ratio": "share of the time in forward, backward and optimiser",
-    "part_ratio": "share of the time in a part of the step",
-    "finding_ratio": "share of the time that something certainly takes; rank is empty for all",
-}
 _MIN_MS = 0.1
 """Parts of a step below are not compared with those of another run."""
 
@@ -68,7 +57,6 @@ class RankTimes(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     rank: int
-    device: str
     step_ms: float
     occupancy: float
     shares: dict[str, float]
@@ -81,13 +69,12 @@ class WatchReport(ReportHead, frozen=True, kw_only=True):
 
     ``findings``: what certainly holds the accelerators up, the largest first; empty where nothing
     is certain. ``occupancy`` is None where too few steps were made. ``times``: means of a
-    step and of its parts over ranks, by name, for a comparison with another run. ``remedies`` were
-    tried, best first.
+    step, which comes first, and of its parts over ranks, by name, for a comparison with another
+    run. ``remedies`` were tried, best first.
     """
 
     num_ranks: int
     window: Window
-    step_time: Summary | None = None
     occupancy: Occupancy | None = None
     findings: list[Finding] = msgspec.field(default_factory=list)
     ranks: list[RankTimes] = msgspec.field(default_factory=list)
@@ -110,12 +97,12 @@ class WatchReport(ReportHead, frozen=True, kw_only=True):
         lines += [f"note: {warning}" for warning in self.warnings]
         if self.disturbed is not None:
             lines.append(f"note: measured on a loaded host: {self.disturbed}")
-        if self.occupancy is None or self.step_time is None:
+        if self.occupancy is None:
             return "\n".join(lines)
         lines.append(
             f"occupancy {self.occupancy.mean:.1%}: forward, backward and optimiser, of "
             f"{counted(self.window.num_measured_steps, 'step')} on "
-            f"{counted(self.num_ranks, 'rank')}, {self.step_time.mean_ms:.1f} ms each"
+            f"{counted(self.num_ranks, 'rank')}, {self.times['step [ms]'].median:.1f} ms each"
         )
         table = self.rank_table()[: 1 + _SHOWN_RANKS]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
@@ -140,74 +127,75 @@ class WatchReport(ReportHead, frozen=True, kw_only=True):
         header = max(map(list, rows), key=len)
         return [header, *([cells.get(name, "") for name in header] for cells in rows)]
 
-    def as_prometheus(self) -> str:
+    def as_prometheus(self) -> bytes:
         """Return the report as gauges, such as for the node exporter's textfile collector."""
-        gauges: dict[str, dict[str, float]] = {name: {} for name in _GAUGES}
+        from prometheus_client import CollectorRegistry, Gauge, generate_latest
+
+        registry = CollectorRegistry()
+        gauge = functools.partial(Gauge, namespace="fuelrail_watch", registry=registry)
+        step_s = gauge("step_seconds", "mean time of a step", ["rank"])
+        meaning = "share of the time in forward, backward and optimiser"
+        busy = gauge("occupancy_ratio", meaning, ["rank"])
+        parts = gauge("part_ratio", "share of the time in a part of the step", ["rank", "part"])
         for row in self.ranks:
-            rank = f'rank="{row.rank}"'
-            gauges["step_seconds"][rank] = row.step_ms / 1e3
-            gauges["occupancy_ratio"][rank] = row.occupancy
+            step_s.labels(row.rank).set(row.step_ms / 1e3)
+            busy.labels(row.rank).set(row.occupancy)
             for part, share in row.shares.items():
-                gauges["part_ratio"][f'{rank},part="{part}"'] = share
+                parts.labels(row.rank, part).set(share)
+        meaning = "share of the time that something certainly takes; rank is empty for all"
+        findings = gauge("finding_ratio", meaning, ["cause", "phase", "rank"])
         for finding in self.findings:
             blamed = "" if finding.rank is None else finding.rank
-            labels = f'cause="{finding.cause}",phase="{finding.phase}",rank="{blamed}"'
-            gauges["finding_ratio"][labels] = finding.share
-        lines = []
-        for name, samples in gauges.items():
-            lines.append(f"# HELP fuelrail_watch_{name} {_GAUGES[name]}")
-            lines.append(f"# TYPE fuelrail_watch_{name} gauge")
-            for labels, value in samples.items():
-                lines.append(f"fuelrail_watch_{name}{{{labels}}} {value:.6g}")
-        return "\n".join(lines) + "\n"
+            findings.labels(finding.cause, finding.phase, blamed).set(finding.share)
+        return generate_latest(registry)
 
 
 def conclude(folder: Path, *, is_written: bool = True, is_last: bool = False) -> WatchReport | None:
     """Return the report of the records in a folder; None where there are none.
 
-    ``is_written``: write report.json and metrics.prom too, and the page where what draws it is
+    ``is_written``: write report.json too, and the page and metrics.prom where what makes them is
     installed. ``is_last``: also TensorBoard's scalars, where it is.
     """
     header = read_rank(rank_path(folder / RECORDS, 0)).header
     if header is None:
         return None
     logs = {rank: read_rank(rank_path(folder / RECORDS, rank)) for rank in range(header.world)}
-    report = build_report(logs, world=header.world)
+    report = build_report(logs)
     if is_written:
         publish_json(folder / REPORT_JSON, report)
         if find_spec("jinja2") is not None:
             from fuelrail.bench.report.page import write_report
 
             write_report(report, folder, html=True)
-        publish(folder / PROMETHEUS_FILE, report.as_prometheus().encode())
+        if find_spec("prometheus_client") is not None:
+            publish(folder / PROMETHEUS_FILE, report.as_prometheus())
         if is_last:
             write_tensorboard(logs, folder / TENSORBOARD_FOLDER)
     return report
 
 
-def build_report(logs: dict[int, RankLog], *, world: int) -> WatchReport:
-    """Judge the records of ranks, by their numbers."""
+def build_report(logs: dict[int, RankLog]) -> WatchReport:
+    """Judge the records of all ranks, by their numbers; those of a rank may be empty."""
     by_name: dict[str, list[Remedy]] = {}
     tried = [log.remedies for log in logs.values() if log.remedies is not None]
     for remedy in itertools.chain.from_iterable(tried):
         by_name.setdefault(remedy.name, []).append(remedy)
     # The ranks go on together, so that one to which a remedy brings less holds the others up.
-    remedies = [
-        min(results, key=lambda remedy: remedy.gain)
-        for results in by_name.values()
-        if len(results) == len(tried)
-    ]
-    remedies.sort(key=lambda remedy: -remedy.gain)
-    missing = [rank for rank in range(world) if not logs.get(rank, RankLog()).steps]
+    of_all = [results for results in by_name.values() if len(results) == len(tried)]
+    remedies = [min(results, key=attrgetter("gain")) for results in of_all]
+    remedies.sort(key=attrgetter("gain"), reverse=True)
+    missing = [str(rank) for rank, log in logs.items() if not log.steps]
     warnings = []
     if missing:
-        names = ", ".join(map(str, missing[:_SHOWN_RANKS]))
-        warnings.append(f"no steps of rank {names} of {world}: what they wait for is not known")
+        names = ", ".join(missing[:_SHOWN_RANKS])
+        text = f"no steps of rank {names} of {len(logs)}: what they wait for is not known"
+        warnings.append(text)
     logs = {rank: log for rank, log in logs.items() if log.steps}
-    num_records = min((len(log.steps) for log in logs.values()), default=0)
+    all_steps = [log.steps for log in logs.values()]
+    num_records = min(map(len, all_steps), default=0)
     warm_up = min(_WARM_UP, max(0, num_records - MIN_MEASURED_STEPS))
     warm_up = max(warm_up, num_records - _MAX_RECORDS)
-    window = window_of([log.steps for log in logs.values()], warm_up)
+    window = window_of(all_steps, warm_up)
     machine = machine_facts()
     report = WatchReport(
         schema=SCHEMA,
@@ -237,12 +225,12 @@ def build_report(logs: dict[int, RankLog], *, world: int) -> WatchReport:
         other_cpus=max(0.0, host_cpus - own_cpus),
         usable=machine.num_cpus,
     )
-    # The mean step and its parts, over ranks, with 95 % intervals over blocks of steps.
+    # The mean step, and its parts where they are not small, over ranks, with 95 % intervals over blocks of steps.
     times = {}
     for name, times_ns in {"step": steps["wall_ns"], **parts}.items():
         values = times_ns.mean(axis=0) / num_steps[0] / 1e6
         low, high = np.quantile(bootstrap_means(values, seed=0), (0.025, 0.975)).tolist()
-        if low > _MIN_MS:
+        if low > _MIN_MS or not times:
             times[f"{LABELS.get(name, name)} [ms]"] = Interval(
                 median=float(values.mean()),
                 low=low,
@@ -250,14 +238,13 @@ def build_report(logs: dict[int, RankLog], *, world: int) -> WatchReport:
                 confidence=0.95,
                 num_repeats=len(values),
             )
-    occupancy = occupancy_of([log.steps for log in logs.values()], window)
+    occupancy = occupancy_of(all_steps, window)
     last = late_steps(steps)
     ranks = []
     for row, (rank, log) in enumerate(logs.items()):
         wall_ns = steps["wall_ns"][row].sum()
         rank_times = RankTimes(
             rank=rank,
-            device="unknown" if log.header is None else log.header.device,
             step_ms=float(wall_ns / num_steps[row].sum()) / 1e6,
             occupancy=occupancy.ranks[row].occupancy,
             shares={part: float(ns[row].sum() / wall_ns) for part, ns in parts.items()},
@@ -268,7 +255,6 @@ def build_report(logs: dict[int, RankLog], *, world: int) -> WatchReport:
     return msgspec.structs.replace(
         report,
         disturbed=cpu.disturbed,
-        step_time=summarise_ns((steps["wall_ns"] // num_steps).ravel()),
         occupancy=occupancy,
         findings=find_causes(
             inside,

@@ -18,7 +18,7 @@ def test_prometheus_reads_the_figures(report):
     parser = pytest.importorskip("prometheus_client.parser", reason="prometheus-client")
     families = {
         family.name: family.samples
-        for family in parser.text_string_to_metric_families(report.as_prometheus())
+        for family in parser.text_string_to_metric_families(report.as_prometheus().decode())
     }
     (finding,) = families["fuelrail_watch_finding_ratio"]
     assert finding.labels == {"cause": "slow rank", "phase": "forward", "rank": "1"}

@@ -224,6 +224,6 @@ def test_of_several_ranks_the_one_that_gains_least_counts():
 
     tried = [[remedy(0.5), remedy(0.3, "other")], [remedy(0.05)]]
     logs = {rank: RankLog(remedies=remedies) for rank, remedies in enumerate(tried)}
-    report = build_report(logs, world=2)
+    report = build_report(logs)
     assert [entry.gain for entry in report.remedies] == [0.05]
     assert "tried: saves nothing certain (-5.0% to 15.0%): x" in report.as_text()
