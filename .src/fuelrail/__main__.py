@@ -213,9 +213,10 @@ class _Parser(argparse.ArgumentParser):
 
     def parse_any_order(self, arguments: Sequence[str]) -> argparse.Namespace:
         """Parse options between positional arguments too: ``shard SOURCE --seed 7 OUT``, where
-        OUT is optional. Of a parser with a default for ``command``, words after ``--`` are that.
+        OUT is optional. Where an argument is called ``command``, it is the words after ``--``.
         """
-        if self.get_default("command") is not None and "--" in arguments:
+        names = [action.dest for action in self._actions]
+        if "command" in names and "--" in arguments:
             border = arguments.index("--")
             parsed = self.parse_any_order(arguments[:border])
             parsed.command = list(arguments[border + 1 :])

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from fuelrail.bench.measure.records import rank_path
 from fuelrail.bench.studies.watch.report import RECORDS, conclude
-from fuelrail.pipeline.cli import Command, PrintOptions, add_flags, from_flags, print_json
+from fuelrail.pipeline.cli import Argument, Command, PrintOptions, command, from_flags, print_json
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import flag
 
@@ -26,7 +26,8 @@ FOLDER_VARIABLE = "FUELRAIL_WATCH"
 TRY_VARIABLE = "FUELRAIL_WATCH_TRY"
 """Set where these shall try remedies."""
 
-_NAMES = {"try_remedies": "try"}
+FLAGS = {"try_remedies": "try"}
+COMMANDS: dict[str, Command] = {}
 _STARTUP = Path(__file__).parent / "startup"
 
 
@@ -35,24 +36,22 @@ class WatchOptions(PrintOptions, frozen=True, kw_only=True):
 
     out: Annotated[str, flag("folder for records and report", metavar="FOLDER")] = "watch"
     try_remedies: Annotated[
-        bool,
-        flag("pause after 40 steps and try what other settings of the loader would bring"),
+        bool, flag("pause after 40 steps and try what other settings of the loader would bring")
     ] = False
 
 
-def _configure(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Runs a training command, records each step of each of its ranks, and says at its end, or "
-        "at Ctrl-C, what holds the accelerators up, on which rank, for what share. Without a "
-        "command it judges the records in --out, such as those of several hosts. Exit code: that "
-        "of the command."
-    )
-    parser.usage = "fuelrail watch [--out FOLDER] [--try] [--json] [-- COMMAND [ARGUMENT ...]]"
-    parser.set_defaults(command=[])
-    add_flags(parser, WatchOptions, names=_NAMES)
+@command(
+    COMMANDS,
+    Argument("command", "-- COMMAND", "what starts the training, with its arguments", nargs="*"),
+    options=["bench.studies.watch.command:WatchOptions"],
+)
+def run_watch(args: argparse.Namespace) -> int:
+    """Run a training command and say what holds its accelerators up, on which rank.
 
-
-def _run(args: argparse.Namespace) -> int:
+    It records each step of each of its ranks, and gives its verdict at the end, or at Ctrl-C, with
+    the share of the time. Without a command it judges the records in --out, such as those of
+    several hosts. Exit code: that of the command.
+    """
     options = from_flags(args, WatchOptions)
     out = Path(options.out).absolute()
     code = 0
@@ -70,7 +69,7 @@ def _run(args: argparse.Namespace) -> int:
     return code
 
 
-def run_watched(command: list[str], out: Path, *, try_remedies: bool = False) -> int:
+def run_watched(words: list[str], out: Path, *, try_remedies: bool = False) -> int:
     """Run a command whose Python processes record their training loops to a folder, and may try
     remedies; return its exit code.
 
@@ -86,21 +85,12 @@ def run_watched(command: list[str], out: Path, *, try_remedies: bool = False) ->
         TRY_VARIABLE: "1" if try_remedies else "",
     }
     try:
-        process = subprocess.Popen(command, env=environment)
+        process = subprocess.Popen(words, env=environment)
     except OSError as error:
-        raise ConfigError(f"cannot run '{command[0]}': {error.strerror or error}") from error
+        raise ConfigError(f"cannot run '{words[0]}': {error.strerror or error}") from error
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         code = process.wait()
     finally:
         signal.signal(signal.SIGINT, before)
     return code if code >= 0 else 128 - code
-
-
-COMMANDS = {
-    "watch": Command(
-        "run a training command and say what holds its accelerators up, on which rank",
-        _configure,
-        _run,
-    )
-}

@@ -226,7 +226,7 @@ def build_report(logs: dict[int, RankLog]) -> WatchReport:
         usable=machine.num_cpus,
     )
     # The mean step, and its parts where they are not small, over ranks, with 95 % intervals over blocks of steps.
-    times = {}
+    times: dict[str, Interval] = {}
     for name, times_ns in {"step": steps["wall_ns"], **parts}.items():
         values = times_ns.mean(axis=0) / num_steps[0] / 1e6
         low, high = np.quantile(bootstrap_means(values, seed=0), (0.025, 0.975)).tolist()
