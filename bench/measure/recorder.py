@@ -119,7 +119,7 @@ class Recorder:
         self.device: Any = None
         """A torch.device of CUDA, by whose events phases are timed."""
         self.has_forward = False
-        """Whether the step had a forward pass so far: if none has, no module is known to be the
+        """Whether the record has a forward pass so far: if none has, no module is known to be the
         model.
         """
         self._gpu: NvmlWatch | None = None
@@ -133,7 +133,7 @@ class Recorder:
         self._batch_use = ""  # "evaluated", or with a backward pass "trained"
         self._epoch = 0
         self._num_batches = 0
-        self._record = _new_record()
+        self._record = StepRecord()
         self._is_evaluating = False
         self._updated_at: int | None = None  # the mark at the record's last update
         self._is_updated = False  # since the loop asked for the batch
@@ -200,7 +200,7 @@ class Recorder:
         is_over = len(self._marks) >= _MAX_MARKS or (is_batch and is_trained)
         num_wanted = 1 << (self.num_steps // _NUM_RECORDS).bit_length()
         if self.folder is not None and (is_over or self._num_updated >= num_wanted):
-            self._close(self._updated_at)
+            self._end_record()
         self._is_updated = False
         self._write_passed()
         self._batch_at = len(self._marks) - 1
@@ -332,7 +332,7 @@ class Recorder:
     def take_step(self) -> StepRecord:
         """End the step here, wait for the device, and return the record."""
         self._mark("other")
-        self._close(None)
+        self._end_record()
         record, marks = self._pending.pop()
         if marks[-1].event is not None:
             marks[-1].event.synchronize()
@@ -344,33 +344,35 @@ class Recorder:
         return self.is_idle and self._is_updated and not self._is_evaluating
 
     def write(self, record: Record) -> None:
-        """Append a record to the rank's file, once it is open."""
-        if self._writer is not None:
-            self._writer.write(record)
+        """Append a record to the rank's file, which the first one opens."""
+        if self._writer is None:
+            assert self.folder is not None
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._writer = self._files.enter_context(RankWriter(rank_path(self.folder, self.rank)))
+            self._writer.write(RankHeader(world=self.world, num_workers=self.num_workers))
+        self._writer.write(record)
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
         """Leave out of all records what is done inside, at a step's border, and the next step, in
-        which ranks may wait for each other's end of it.
+        which ranks may wait for each other's end of it. What fails inside ends the recording.
         """
-        self._close(self._updated_at)
+        self._end_record()
         self._write_passed()
         self.is_recording = False
-        try:
-            yield
-        finally:
-            self._marks.clear()
-            self._totals = self._read_totals()
-            self._is_after_pause = True
-            self.is_recording = True
+        yield
+        self._marks.clear()
+        self._totals = self._read_totals()
+        self._is_after_pause = True
+        self.is_recording = True
 
     def close(self) -> None:
         """Write what is left, and record no more."""
         try:
             if self.is_recording and self._updated_at is not None and self._marks:
-                self._close(self._updated_at)
+                self._end_record()
             self._write_passed()
-            if self._gpu is not None:
+            if self._gpu is not None and self.num_steps:
                 self._gpu.__exit__()
                 for use in self._gpu.use() or ():
                     self.write(RankGpu(use=use))
@@ -390,9 +392,11 @@ class Recorder:
             del self._marks[-1]
         self._mark("evaluation")
 
-    def _close(self, end: int | None) -> None:
-        """End the record at a mark, with which the next one begins; None: at the last one."""
-        end = len(self._marks) - 1 if end is None else end
+    def _end_record(self) -> None:
+        """End the record at its last update, or without one at the last mark, with which the next
+        one begins.
+        """
+        end = len(self._marks) - 1 if self._updated_at is None else self._updated_at
         if self._marks[-1].ns - self._totals["cpu_wall_ns"] >= _CPU_EVERY_NS:
             totals = self._read_totals()
             for name, growth in (totals - self._totals).items():
@@ -404,7 +408,7 @@ class Recorder:
         self._record.details.num_steps = max(1, self._num_updated)
         if not self._is_after_pause:
             self._pending.append((self._record, self._marks[: end + 1]))
-        self._record = _new_record()
+        self._record = StepRecord()
         self._marks = self._marks[end:]
         self._updated_at = None
         self._num_updated = 0
@@ -418,46 +422,37 @@ class Recorder:
             if marks[-1].event is not None and not marks[-1].event.query():
                 return
             self._pending.popleft()
-            if self._writer is None:
-                self._writer = self._open_file()
             self.write(self._timed(record, marks))
-
-    def _open_file(self) -> RankWriter:
-        assert self.folder is not None
-        self.folder.mkdir(parents=True, exist_ok=True)
-        writer = self._files.enter_context(RankWriter(rank_path(self.folder, self.rank)))
-        writer.write(RankHeader(world=self.world, num_workers=self.num_workers))
-        return writer
 
     def _timed(self, record: StepRecord, marks: list[_Mark]) -> StepRecord:
         """Return a record with what its marks say, of which the device has passed the last one."""
         durations = Counter[str]()
-        cpu_ns = Counter[str]()
-        queued_ns = Counter[str]()
         for before, after in itertools.pairwise(marks):
             duration_ns = after.ns - before.ns
-            if before.event is not None and after.event is not None:
-                record.launch_ns += duration_ns if after.phase in BUSY else 0
+            cpu_ns = after.thread.cpu_ns - before.thread.cpu_ns
+            queued_ns = after.thread.queued_ns - before.thread.queued_ns
+            if after.phase == "data_wait":
+                record.details.data_cpu_ns += cpu_ns
+                record.details.data_queued_ns += queued_ns
+            elif after.phase in BUSY and self.device is None:
+                record.cpu_ns += cpu_ns
+                record.queued_ns += queued_ns
+            elif after.phase in BUSY:
+                record.launch_ns += duration_ns
+            if before.event is not None:
                 duration_ns = round(before.event.elapsed_time(after.event) * NS_PER_MS)
             durations[after.phase] += duration_ns
-            cpu_ns[after.phase] += after.thread.cpu_ns - before.thread.cpu_ns
-            queued_ns[after.phase] += after.thread.queued_ns - before.thread.queued_ns
-        record.details.data_cpu_ns = cpu_ns["data_wait"]
-        record.details.data_queued_ns = queued_ns["data_wait"]
         for part in NAMED:
             setattr(record.details, f"{part}_ns", durations[part])
             durations["other"] += durations[part]
         for phase in PHASES:
             setattr(record, f"{phase}_ns", durations[phase])
-        busy_ns = sum(durations[phase] for phase in BUSY)
-        if self.device is None:
-            record.cpu_ns = min(busy_ns, sum(cpu_ns[phase] for phase in BUSY))
-            waited_ns = sum(queued_ns[phase] for phase in BUSY)
-            record.queued_ns = min(busy_ns - record.cpu_ns, waited_ns)
-        elif self._device_ns:
+        record.device_busy_ns = sum(durations[phase] for phase in BUSY)
+        record.cpu_ns = min(record.cpu_ns, record.device_busy_ns)
+        record.queued_ns = min(record.queued_ns, record.device_busy_ns - record.cpu_ns)
+        if self.device is not None and self._device_ns:
             record.start_ns = self._device_ns  # the device runs behind the host by a step or more
         self._device_ns = record.start_ns + sum(durations[phase] for phase in PHASES)
-        record.device_busy_ns = busy_ns
         record.end_ns = self._device_ns
         self.num_steps += record.details.num_steps
         record.step = self.num_steps - 1
@@ -501,10 +496,6 @@ class Recorder:
             import torch
 
             details.device_bytes = torch.cuda.memory_allocated(self.device)
-
-
-def _new_record() -> StepRecord:
-    return StepRecord(step=0, epoch=0, num_samples=0, start_ns=0)
 
 
 def _workers() -> list[Path]:

@@ -134,12 +134,12 @@ class StepRecord(DeviceTimes, kw_only=True, tag="step"):
     What only a watched trainer has is in :class:`StepDetails`.
     """
 
-    step: int
-    epoch: int
-    num_samples: int
+    step: int = 0
+    epoch: int = 0
+    num_samples: int = 0
     num_images: int = 0
     loss: float | None = None
-    start_ns: int
+    start_ns: int = 0
     end_ns: int = 0
     data_wait_ns: int = 0
     other_ns: int = 0
