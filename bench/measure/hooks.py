@@ -98,11 +98,7 @@ class Hooks:
     """
 
     def __init__(
-        self,
-        recorder: Recorder,
-        *,
-        models: Iterable[nn.Module] = (),
-        optimizer: Any = None,
+        self, recorder: Recorder, *, models: Iterable[nn.Module] = (), optimizer: Any = None
     ) -> None:
         self.recorder = recorder
         self.inputs = weakref.WeakKeyDictionary[nn.Module, Inputs]()
@@ -111,7 +107,8 @@ class Hooks:
         """Called with a loader before it is asked for a batch."""
         # A trainer's wrapper, such as Accelerate's, has the optimiser that torch knows inside.
         self._optimizer = getattr(optimizer, "optimizer", optimizer)
-        self._removals = contextlib.ExitStack()
+        self.removals = contextlib.ExitStack()
+        """What leaves torch, and all that is watched besides, as it was."""
         self._search = contextlib.ExitStack()
         self._is_searching = False
         self._num_searched = 0
@@ -122,8 +119,8 @@ class Hooks:
             self._start_search()
         begin_update = functools.partial(self._note_update, recorder.enter, "optimiser")
         end_update = functools.partial(self._note_update, recorder.call, self._end_update)
-        self._removals.callback(register_optimizer_step_pre_hook(begin_update).remove)
-        self._removals.callback(register_optimizer_step_post_hook(end_update).remove)
+        self.removals.callback(register_optimizer_step_pre_hook(begin_update).remove)
+        self.removals.callback(register_optimizer_step_post_hook(end_update).remove)
         self.replace(torch.autograd, "backward", self._go_backward)
         self.listen(torch, "save", "checkpoint")
         self.listen(logging.Logger, "handle", "logging")
@@ -136,12 +133,12 @@ class Hooks:
         self.listen(DataLoader, "__iter__", "iterator")
         self.listen(torch_loaders._BaseDataLoaderIter, "__next__", "batch")  # noqa: SLF001
         gc.callbacks.append(recorder.collected)
-        self._removals.callback(gc.callbacks.remove, recorder.collected)
+        self.removals.callback(gc.callbacks.remove, recorder.collected)
 
     def remove(self) -> None:
         """Leave torch as it was."""
         self._search.close()
-        self._removals.close()
+        self.removals.close()
 
     def listen(self, owner: Any, name: str, role: str) -> None:
         """Note the calls of a function.
@@ -171,7 +168,7 @@ class Hooks:
                 setattr(owner, name, original)
 
         setattr(owner, name, wrapped)
-        self._removals.callback(restore)
+        self.removals.callback(restore)
 
     def start(self, loader: Any, iterate: Callable[[Any], Iterator[Any]]) -> Iterator[Any]:
         """Return an iterator over a loader, whose workers start."""
@@ -297,7 +294,7 @@ class Hooks:
                 self.replace(torch.Tensor, name, self._read)
         begin = ModuleHook(recorder, self._begin)
         end = ModuleHook(recorder, lambda *_: recorder.end_forward())
-        self._removals.callback(module.register_forward_pre_hook(begin, prepend=True).remove)
-        self._removals.callback(module.register_forward_hook(end, always_call=True).remove)
+        self.removals.callback(module.register_forward_pre_hook(begin, prepend=True).remove)
+        self.removals.callback(module.register_forward_hook(end, always_call=True).remove)
         if isinstance(module, nn.parallel.DistributedDataParallel):
             self._listen_to(module.module)  # which evaluation often calls

@@ -31,14 +31,12 @@ _CALLS: Final = [
 """Modules, functions or methods of them, and their role; see `Hooks.listen`."""
 
 
-def watch_packages(hooks: Hooks) -> list[AfterImport]:
-    """Have these functions watched, of each package once it is imported; return what waits."""
-    waiting = []
+def watch_packages(hooks: Hooks) -> None:
+    """Have these functions watched, of each package once it is imported."""
     for module_name, path, role in _CALLS:
 
         def listen(module: Any, path: str = path, role: str = role) -> None:
             kind, _, name = path.rpartition(".")
             hooks.listen(getattr(module, kind) if kind else module, name, role)
 
-        waiting.append(AfterImport(module_name, listen))
-    return waiting
+        hooks.removals.callback(AfterImport(module_name, listen).remove)

@@ -45,8 +45,9 @@ class Session:
         self._logged_run: Any = None
         self.recorder = Recorder(self.folder / RECORDS, rank=rank, world=world)
         self.hooks = Hooks(self.recorder, **hooks)
-        self._waiting = watch_packages(self.hooks)
-        self._waiting.append(AfterImport("wandb.sdk.wandb_run", self._watch_wandb))
+        watch_packages(self.hooks)
+        wandb = AfterImport("wandb.sdk.wandb_run", self._watch_wandb)
+        self.hooks.removals.callback(wandb.remove)
         atexit.register(self.close)
         Session.current = self
 
@@ -56,8 +57,6 @@ class Session:
         if Session.current is not self or os.getpid() != self._process:
             return
         Session.current = None
-        for package in self._waiting:
-            package.remove()
         self.hooks.remove()
         is_first = self.recorder.rank == 0
         if is_first and self.hooks.on_ask is not None and self.recorder.num_steps:

@@ -30,17 +30,16 @@ class AfterImport:
             return None
         self.remove()
         spec = importlib.util.find_spec(name)
-        loader: Any = None if spec is None else spec.loader
-        if loader is None:
-            return spec
-        run = loader.exec_module
+        loader: Any = getattr(spec, "loader", None)
+        if loader is not None:
+            run = loader.exec_module
 
-        def run_and_call(module: Any) -> None:
-            loader.exec_module = run
-            run(module)
-            self._try(module)
+            def run_and_call(module: Any) -> None:
+                loader.exec_module = run
+                run(module)
+                self._try(module)
 
-        loader.exec_module = run_and_call
+            loader.exec_module = run_and_call
         return spec
 
     def _try(self, module: Any) -> None:
