@@ -109,8 +109,7 @@ class Hooks:
         self._optimizer = getattr(optimizer, "optimizer", optimizer)
         self.removals = contextlib.ExitStack()
         """What leaves torch, and all that is watched besides, as it was."""
-        self._search = contextlib.ExitStack()
-        self._is_searching = False
+        self._search: Any = None  # torch's handle of it
         self._num_searched = 0
         self._loaders = weakref.WeakKeyDictionary[Any, Any]()
         for model in models:
@@ -137,7 +136,7 @@ class Hooks:
 
     def remove(self) -> None:
         """Leave torch as it was."""
-        self._search.close()
+        self._end_search()
         self.removals.close()
 
     def listen(self, owner: Any, name: str, role: str) -> None:
@@ -146,12 +145,10 @@ class Hooks:
         ``role``: the phase that they are; "iterator", a loader makes one that says itself when it
         is asked for a batch; "batches", it makes another one; "batch", an iterator gives one.
         """
-        calls: dict[str, Callable[..., Any]] = {
-            "iterator": self._iterate,
-            "batches": self._wrap,
-            "batch": self.take_batch,
-        }
-        self.replace(owner, name, calls.get(role) or functools.partial(self._call_in_phase, role))
+        calls: dict[str, Callable[..., Any]]
+        calls = {"iterator": self._iterate, "batches": self._wrap, "batch": self.take_batch}
+        in_phase = functools.partial(self._call_in_phase, role)
+        self.replace(owner, name, calls.get(role, in_phase))
 
     def replace(self, owner: Any, name: str, call: Callable[..., Any]) -> None:
         """Have ``call`` called in place of a function, with it and its arguments."""
@@ -231,7 +228,7 @@ class Hooks:
 
     def _set_mode(self, original: Any, /, module: nn.Module, mode: bool = True) -> Any:
         # Evaluation may call another module, such as a copy with averaged weights.
-        if not mode and module not in self.inputs and not self._is_searching:
+        if not mode and module not in self.inputs and self._search is None:
             self.recorder.call(self._start_search)
         return original(module, mode)
 
@@ -243,26 +240,25 @@ class Hooks:
         recorder = self.recorder
         recorder.leave()
         recorder.updated()
-        if self._is_searching:
+        if self._search is not None:
             self._num_searched += 1
-            is_last = self._num_searched > _MAX_SEARCHED_STEPS
-            if is_last or self._num_searched % _SEARCHED_STEPS == 0:
+            if self._num_searched % _SEARCHED_STEPS == 0:
                 self._end_search()
         elif not recorder.has_forward and self._num_searched < _MAX_SEARCHED_STEPS:
             self._start_search()
 
     def _end_search(self) -> None:
-        self._search.close()
-        self._is_searching = False
+        if self._search is not None:
+            self._search.remove()
+        self._search = None
 
     def _start_search(self) -> None:
         """Look for outermost modules among all that are called."""
-        self._search.close()
-        self._is_searching = True
+        self._end_search()
         # Torch warns of hooks of all modules where one of them is compiled; see below.
         warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there are")
         hook = ModuleHook(self.recorder, self._meet)
-        self._search.callback(register_module_forward_pre_hook(hook).remove)
+        self._search = register_module_forward_pre_hook(hook)
 
     def _meet(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Listen to a module that is called outside of all others."""
