@@ -27,6 +27,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 from torch.utils.data import dataloader as torch_loaders
 
@@ -203,10 +204,9 @@ class Hooks:
 
     def _go_backward(self, original: Any, /, tensors: Any, *args: Any, **kwargs: Any) -> Any:
         # Before what waits for other ranks, the last gradient is computed.
-        roots = tensors if isinstance(tensors, tuple | list) else (tensors,)
-        root = None
+        root: Any = None
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            roots = [entry for entry in roots if isinstance(entry, torch.Tensor)]
+            roots = [entry for entry in tree_leaves(tensors) if isinstance(entry, torch.Tensor)]
             root = next((entry for entry in roots if entry.requires_grad), None)
 
         def note(_: torch.Tensor) -> None:
@@ -289,7 +289,7 @@ class Hooks:
             for name in _READS:
                 self.replace(torch.Tensor, name, self._read)
         begin = ModuleHook(recorder, self._begin)
-        end = ModuleHook(recorder, lambda *_: recorder.end_forward())
+        end = ModuleHook(recorder, lambda *_: recorder.leave())
         self.removals.callback(module.register_forward_pre_hook(begin, prepend=True).remove)
         self.removals.callback(module.register_forward_hook(end, always_call=True).remove)
         if isinstance(module, nn.parallel.DistributedDataParallel):

@@ -14,7 +14,6 @@ import functools
 import itertools
 import os
 import resource
-import sys
 import time
 import warnings
 from collections import Counter, deque
@@ -127,7 +126,6 @@ class Recorder:
         self._marks: list[_Mark] = []
         self._stack: list[str] = []
         self._last = ""
-        self._num_ignored = 0
         self._num_asking = 0
         self._batch_at = 0
         self._batch_use = ""  # "evaluated", or with a backward pass "trained"
@@ -156,10 +154,9 @@ class Recorder:
         """Record no more, and warn of the reason."""
         self.stop()
         text = f"the watch ended, the training goes on: {type(error).__name__}: {error}"
-        try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")  # also where warnings are errors
             warnings.warn(text, RuntimeWarning, stacklevel=2)
-        except RuntimeWarning:  # where warnings are errors
-            sys.stderr.write(f"fuelrail: {text}\n")
 
     def use_device(self, device: Any) -> None:
         """Time phases by events of a CUDA device (``torch.device``) from the next step on."""
@@ -184,7 +181,6 @@ class Recorder:
             self._record.details.num_idle += queue.qsize() >= batches._tasks_outstanding  # noqa: SLF001
         # What an exception has left open.
         self._stack.clear()
-        self._num_ignored = 0
         if not self._marks:
             self._mark("")
         elif self._batch_use == "evaluated" and not self._is_evaluating:
@@ -228,24 +224,17 @@ class Recorder:
         if their batch sees no backward pass, or has had it.
         """
         is_closure = is_training and self._stack == ["optimiser"]  # the step of an optimiser calls
-        is_part = bool(self._stack) and not is_closure
-        if not is_part and not is_training:
-            self._is_evaluating |= self._batch_use == "trained"
-        if is_part or (self._is_evaluating and not is_training):
-            self._num_ignored += 1
+        if self._stack and not is_closure:
+            self._stack.append(self._stack[-1])  # a part of that
+            return
+        self._is_evaluating |= not is_training and self._batch_use == "trained"
+        if self._is_evaluating and not is_training:
+            self._stack.append("evaluation")
             return
         if not is_training:
             self._batch_use = "evaluated"
         self.has_forward = True
         self.enter("forward")
-
-    @_guarded
-    def end_forward(self) -> None:
-        """Note that the outermost module returned."""
-        if self._num_ignored:
-            self._num_ignored -= 1
-        else:
-            self.leave()
 
     @_guarded
     def enter(self, phase: str) -> None:
@@ -326,7 +315,7 @@ class Recorder:
     @property
     def is_idle(self) -> bool:
         """Whether the loop is in none of the phases that have begun, or in an optimiser's closure."""
-        is_outside = self._stack in ([], ["optimiser"]) and not self._num_ignored
+        is_outside = self._stack in ([], ["optimiser"])
         return self.is_recording and is_outside and get_ident() == self.thread
 
     def take_step(self) -> StepRecord:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from fuelrail.bench.studies.watch.startup._fuelrail_after_import import AfterImport
+from fuelrail.bench.studies.watch.startup.sitecustomize import AfterImport
 
 if TYPE_CHECKING:
     from fuelrail.bench.measure.hooks import Hooks

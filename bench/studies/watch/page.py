@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from fuelrail.bench.report.page import (
@@ -50,14 +51,8 @@ def describe(report: WatchReport, plots: Mapping[str, str]) -> Document:  # noqa
     if report.occupancy is None:
         parts.append(Note(report.verdict()))
     else:
-        bar = [
-            (
-                LABELS[part],
-                _COLOURS[part],
-                sum(rank.shares[part] for rank in report.ranks) / len(report.ranks),
-            )
-            for part in PARTS
-        ]
+        shares = {part: fmean(rank.shares[part] for rank in report.ranks) for part in PARTS}
+        bar = [(LABELS[part], _COLOURS[part], share) for part, share in shares.items()]
         meaning = (
             "of the time in forward, backward and optimiser, mean over ranks; lowest rank "
             f"{report.occupancy.lowest:.1%}"
@@ -78,10 +73,9 @@ def describe(report: WatchReport, plots: Mapping[str, str]) -> Document:  # noqa
         report,
         brand="Fuelrail watch",
         title="What holds the accelerators up?",
-        subtitle=marked(
-            "{steps} on {ranks}",
-            steps=counted(report.window.num_measured_steps, "measured step"),
-            ranks=counted(report.num_ranks, "rank"),
+        subtitle=(
+            f"{counted(report.window.num_measured_steps, 'measured step')} on "
+            f"{counted(report.num_ranks, 'rank')}"
         ),
         parts=parts,
     )

@@ -21,13 +21,13 @@ import sys
 import tempfile
 import time
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
-import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -36,13 +36,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from fuelrail.bench.measure.rates import bootstrap_means
-from fuelrail.bench.measure.records import (
-    RankRemedies,
-    Remedy,
-    rank_path,
-    read_rank,
-    step_table,
-)
+from fuelrail.bench.measure.records import RankRemedies, Remedy, rank_path, read_rank, step_table
 from fuelrail.pipeline.runtime.host import default_num_workers
 
 if TYPE_CHECKING:
@@ -78,6 +72,9 @@ _NOT_COPIED: Final = {
 }
 """Parts of models whose copies would communicate, or be compiled."""
 
+Steps: TypeAlias = NDArray[np.void]
+"""A table of the steps of a rank."""
+
 
 class Pace(NamedTuple):
     """A step without its wait for data: batches, threads that compute, the CPU time of each, and
@@ -90,7 +87,7 @@ class Pace(NamedTuple):
     idle_ns: float
 
     @classmethod
-    def of_steps(cls, steps: NDArray[np.void], num_batches: int) -> Pace:
+    def of_steps(cls, steps: Steps, num_batches: int) -> Pace:
         """Return the pace of the mean step."""
         mean = {name: float(steps[name].mean()) for name in steps.dtype.names or ()}
         cpu_ns = mean["cpu_ns"]
@@ -145,60 +142,54 @@ class Trials:
         is_training = self._loader is loader  # which gave the batch of the step that is over
         self._loader = loader
         self._num_borders += is_training and recorder.is_at_border
-        if self._num_borders < NUM_STEPS:
-            return  # the number is the same on all ranks
-        self._hooks.on_ask = None
-        try:
-            with recorder.pause():
-                self._try(loader)
-        except Exception as error:  # noqa: BLE001 - the training goes on
-            warnings.warn(f"no remedies were tried: {error}", RuntimeWarning, stacklevel=2)
+        if self._num_borders >= NUM_STEPS:  # the number is the same on all ranks
+            self._hooks.on_ask = None
+            recorder.call(self._try, loader)
 
     def _try(self, loader: Any) -> None:
         recorder = self._hooks.recorder
         assert recorder.folder is not None
-        if recorder.rank == 0:
-            sys.stderr.write("fuelrail: the training pauses, remedies are tried\n")
-        paths = [rank_path(recorder.folder, rank) for rank in range(recorder.world)]
-        own = read_rank(paths.pop(recorder.rank)).steps
-        steps = with_waits(own, [read_rank(path).steps for path in paths[:_MAX_RANKS]])[_WARM_UP:]
-        steps = steps[steps["num_steps"] == 1][-_MAX_STEPS:]
-        trials = [
-            functools.partial(try_loader, loader, steps, seconds=self._seconds),
-            functools.partial(try_pinning, loader, steps),
-        ]
-        for model, inputs in self._hooks.inputs.items():
-            trials.append(functools.partial(try_channels_last, model, inputs, steps))
-        remedies: list[Remedy] = []
-        for trial in trials:
-            try:
-                remedies += trial()
-            except Exception as error:  # noqa: BLE001 - of the caller's own code, in another use
-                sys.stderr.write(f"fuelrail: {trial.func.__name__}: {error}\n")
-        remedies.sort(key=lambda remedy: -remedy.gain)
+        with recorder.pause():
+            if recorder.rank == 0:
+                sys.stderr.write("fuelrail: the training pauses, remedies are tried\n")
+            paths = [rank_path(recorder.folder, rank) for rank in range(recorder.world)]
+            own = read_rank(paths.pop(recorder.rank)).steps
+            steps = with_waits(own, [read_rank(path).steps for path in paths[:_MAX_RANKS]])
+            steps = steps[_WARM_UP:][steps["num_steps"][_WARM_UP:] == 1][-_MAX_STEPS:]
+            trials = [
+                functools.partial(try_loader, loader, steps, seconds=self._seconds),
+                functools.partial(try_pinning, loader, steps),
+            ]
+            for model, inputs in self._hooks.inputs.items():
+                trials.append(functools.partial(try_channels_last, model, inputs, steps))
+            remedies: list[Remedy] = []
+            for trial in trials:
+                try:
+                    remedies += trial()
+                except Exception as error:  # noqa: BLE001 - of the caller's own code, in another use
+                    sys.stderr.write(f"fuelrail: {trial.func.__name__}: {error}\n")
+            remedies.sort(key=lambda remedy: -remedy.gain)
         recorder.write(RankRemedies(remedies=remedies))
         lines = [remedy.as_text() for remedy in remedies] or ["none applies"]
         if recorder.rank == 0:
             sys.stderr.writelines(f"fuelrail: {line}\n" for line in lines)
 
 
-def with_waits(
-    steps: Sequence[StepRecord], peers: Sequence[Sequence[StepRecord]]
-) -> NDArray[np.void]:
+def with_waits(steps: Sequence[StepRecord], peers: Sequence[Sequence[StepRecord]]) -> Steps:
     """Return a table of the steps of a rank whose waits for late ranks count as waits for data:
     these are late by their loaders, or gain less by a remedy, which then counts.
     """
     ranks = [steps, *filter(None, peers)]
     count = min(map(len, ranks))
     table = step_table([rank[:count] for rank in ranks])
-    own: NDArray[np.void] = table[0]
+    own: Steps = table[0]
     late_ns = own["all_reduce_ns"] - table["all_reduce_ns"].min(axis=0)
     own["data_wait_ns"] += late_ns
     own["all_reduce_ns"] -= late_ns
     return own
 
 
-def try_loader(loader: Any, steps: NDArray[np.void], *, seconds: float = SECONDS) -> list[Remedy]:
+def try_loader(loader: Any, steps: Steps, *, seconds: float = SECONDS) -> list[Remedy]:
     """Return what changes of a loader would bring to a training of these steps.
 
     Only torch's DataLoader, or what is built on it, has remedies, where the steps wait for it.
@@ -214,14 +205,14 @@ def try_loader(loader: Any, steps: NDArray[np.void], *, seconds: float = SECONDS
         epoch_steps = math.ceil(len(loader) / num_batches)
         if epoch_steps * step_ns > _EPOCH_TRIALS * seconds * 1e9:
             epoch_steps = None
-    times: dict[_Trial, list[float]] = {}
+    times = defaultdict[_Trial, list[float]](list)
     with tempfile.TemporaryDirectory(prefix="fuelrail-remedies-") as folder:
         first, *changes = _trials(loader, epoch_steps, Path(folder))
         for number, trial in enumerate((first, *changes, first)):
             run = functools.partial(
                 _run_trial, trial, pace, number=number, seconds=seconds, epoch_steps=epoch_steps
             )
-            times.setdefault(trial, []).extend(_in_fork(run, Path(folder, f"times-{number}")))
+            times[trial] += _in_fork(run, Path(folder, f"times-{number}.npy"))
             if not times[first]:
                 return []
     # What the trial of the loader as it is misses of a real step, the others miss too.
@@ -233,7 +224,7 @@ def try_loader(loader: Any, steps: NDArray[np.void], *, seconds: float = SECONDS
     ]
 
 
-def _remedy(name: str, line: str, means: NDArray[np.float64], steps: NDArray[np.void]) -> Remedy:
+def _remedy(name: str, line: str, means: NDArray[np.float64], steps: Steps) -> Remedy:
     """Compare resampled means of a step's time with a change with the steps as they are [ns]."""
     now = bootstrap_means(steps["wall_ns"], seed=0)
     low, high = np.quantile(1 - means / now, (0.025, 0.975)).tolist()
@@ -334,7 +325,7 @@ def _in_fork(run: functools.partial[list[float]], file: Path) -> list[float]:
 
     def answer() -> None:
         try:
-            file.write_bytes(msgspec.json.encode(run()))
+            np.save(file, run())
         except Exception as error:  # noqa: BLE001 - of a caller's own code, under a change
             sys.stderr.write(f"fuelrail: {run.args[0].name} was not tried: {error}\n")
 
@@ -344,7 +335,7 @@ def _in_fork(run: functools.partial[list[float]], file: Path) -> list[float]:
     process.kill()
     process.join()
     is_done = process.exitcode == 0 and file.exists()
-    return msgspec.json.decode(file.read_bytes(), type=list[float]) if is_done else []
+    return np.load(file).tolist() if is_done else []
 
 
 def start_one_thread(start: Callable[[int], None] | None, worker: int) -> None:
@@ -456,7 +447,7 @@ def _shards_of(
     )
 
 
-def try_pinning(loader: Any, steps: NDArray[np.void]) -> list[Remedy]:
+def try_pinning(loader: Any, steps: Steps) -> list[Remedy]:
     """Return what pinned memory would bring: copies to the device take as much less of the step as
     copies of pinned memory are faster here.
     """
@@ -469,10 +460,10 @@ def try_pinning(loader: Any, steps: NDArray[np.void]) -> list[Remedy]:
     pageable = torch.ones(_COPIED_BYTES, dtype=torch.uint8)
     ways = (pageable.cuda, functools.partial(copy_pinned, 0))
     line = "DataLoader(..., pin_memory=True), and batch.to(device, non_blocking=True)"
-    return [_compare("pin_memory=True", line, steps, phases=("host_to_device",), ways=ways)]
+    return [_compare("pin_memory=True", line, ways, steps, "host_to_device")]
 
 
-def try_channels_last(model: nn.Module, inputs: Inputs, steps: NDArray[np.void]) -> list[Remedy]:
+def try_channels_last(model: nn.Module, inputs: Inputs, steps: Steps) -> list[Remedy]:
     """Return what another memory format would bring to a model, of which a copy is tried with
     random inputs of these shapes.
     """
@@ -498,19 +489,14 @@ def try_channels_last(model: nn.Module, inputs: Inputs, steps: NDArray[np.void])
             twin: Any = copy.deepcopy(model)
             ways.append(functools.partial(pass_through, form, twin.to(memory_format=form)))
         line = "model.to(memory_format=torch.channels_last), and its images too"
-        remedy = _compare("channels_last", line, steps, phases=("forward", "backward"), ways=ways)
+        remedy = _compare("channels_last", line, ways, steps, "forward", "backward")
     random.setstate(states[0])
     np.random.set_state(states[1])
     return [remedy]
 
 
 def _compare(
-    name: str,
-    line: str,
-    steps: NDArray[np.void],
-    *,
-    phases: Sequence[str],
-    ways: Sequence[Callable[[], object]],
+    name: str, line: str, ways: Sequence[Callable[[], object]], steps: Steps, *phases: str
 ) -> Remedy:
     """Time two ways in turns; the remedy is the second one, in these phases of a step."""
     times = np.empty((1 + _NUM_COMPARED, len(ways)))

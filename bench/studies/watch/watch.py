@@ -28,7 +28,7 @@ from fuelrail.bench.studies.watch.export import log_to_wandb
 from fuelrail.bench.studies.watch.packages import watch_packages
 from fuelrail.bench.studies.watch.remedies import SECONDS, Trials
 from fuelrail.bench.studies.watch.report import RECORDS, WatchReport, conclude
-from fuelrail.bench.studies.watch.startup._fuelrail_after_import import AfterImport
+from fuelrail.bench.studies.watch.startup.sitecustomize import AfterImport
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.runtime.host import stated_rank
 

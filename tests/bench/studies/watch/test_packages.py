@@ -12,7 +12,7 @@ from fuelrail.bench.measure.hooks import Hooks
 from fuelrail.bench.measure.recorder import Recorder
 from fuelrail.bench.measure.records import rank_path, read_rank
 from fuelrail.bench.studies.watch.packages import watch_packages
-from fuelrail.bench.studies.watch.startup._fuelrail_after_import import AfterImport
+from fuelrail.bench.studies.watch.startup.sitecustomize import AfterImport
 
 NUM_BATCHES = 12
 
