@@ -57,7 +57,7 @@ def run_watch(args: argparse.Namespace) -> int:
     code = 0
     if args.command:
         code = run_watched(args.command, out, try_remedies=options.try_remedies)
-    report = conclude(out, is_last=True)
+    report = conclude(out)
     if report is None:
         reason = "no step of a training loop was seen" if args.command else "there are no records"
         sys.stderr.write(f"fuelrail watch: no verdict: {reason} in '{options.out}'\n")

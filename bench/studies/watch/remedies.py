@@ -22,7 +22,7 @@ import tempfile
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
@@ -77,17 +77,16 @@ Steps: TypeAlias = NDArray[np.void]
 
 
 class Pace(NamedTuple):
-    """A step without its wait for data: batches, threads that compute, the CPU time of each, and
-    the time in which none computes [ns].
+    """A step without its wait for data: threads that compute, the CPU time of each, and the time in
+    which none computes [ns].
     """
 
-    num_batches: int
     num_threads: int
     cpu_ns: float
     idle_ns: float
 
     @classmethod
-    def of_steps(cls, steps: Steps, num_batches: int) -> Pace:
+    def of_steps(cls, steps: Steps) -> Pace:
         """Return the pace of the mean step."""
         mean = {name: float(steps[name].mean()) for name in steps.dtype.names or ()}
         cpu_ns = mean["cpu_ns"]
@@ -101,7 +100,7 @@ class Pace(NamedTuple):
         work_ns = max(1.0, work_ns)
         num_threads = max(1, round(cpu_ns / work_ns))
         thread_ns = min(cpu_ns / num_threads, work_ns)
-        return cls(num_batches, num_threads, thread_ns, work_ns - thread_ns)
+        return cls(num_threads, thread_ns, work_ns - thread_ns)
 
     def compute(self, _: int) -> None:
         """Compute as long as one of the threads, without Python's lock."""
@@ -197,21 +196,46 @@ def try_loader(loader: Any, steps: Steps, *, seconds: float = SECONDS) -> list[R
     step_ns = steps["wall_ns"].mean()
     if not isinstance(loader, DataLoader) or steps["data_wait_ns"].mean() < _NOTABLE * step_ns:
         return []
+    pace = Pace.of_steps(steps)
     num_samples = np.median(steps["num_samples"])
     num_batches = max(1, round(num_samples / (loader.batch_size or math.inf)))
-    pace = Pace.of_steps(steps, num_batches)
     epoch_steps = None
     if not isinstance(loader.dataset, IterableDataset):
         epoch_steps = math.ceil(len(loader) / num_batches)
         if epoch_steps * step_ns > _EPOCH_TRIALS * seconds * 1e9:
             epoch_steps = None
+
+    def run_trial(trial: _Trial, number: int) -> list[float]:
+        """Return the times of the steps of a trial [s]; it is run in a process of its own."""
+        warnings.simplefilter("ignore")  # torch advises against more workers than CPUs
+        torch.set_num_threads(1)  # the threads of the process that was forked are not here
+        num_left_out = number * (_MIN_STEPS + int(seconds * 100)) * num_batches
+        loader = trial.make(num_left_out)
+        if loader is None:
+            return []
+        batches = itertools.chain.from_iterable(itertools.repeat(loader))
+        num_warm_up = epoch_steps or max(4, 2 * getattr(loader, "num_workers", 0))
+        unit = epoch_steps or 1
+        times: list[float] = []
+        ends_s = math.inf
+        with ThreadPoolExecutor(pace.num_threads) as threads:
+            while time.monotonic() < ends_s or len(times) < _MIN_STEPS or len(times) % unit:
+                start_s = time.monotonic()
+                for _ in range(num_batches):
+                    next(batches)
+                list(threads.map(pace.compute, range(pace.num_threads)))
+                time.sleep(pace.idle_ns / 1e9)
+                times.append(time.monotonic() - start_s)
+                if ends_s == math.inf and len(times) == num_warm_up:
+                    ends_s = time.monotonic() + seconds
+                    times.clear()
+        return times
+
     times = defaultdict[_Trial, list[float]](list)
     with tempfile.TemporaryDirectory(prefix="fuelrail-remedies-") as folder:
         first, *changes = _trials(loader, epoch_steps, Path(folder))
         for number, trial in enumerate((first, *changes, first)):
-            run = functools.partial(
-                _run_trial, trial, pace, number=number, seconds=seconds, epoch_steps=epoch_steps
-            )
+            run = functools.partial(run_trial, trial, number)
             times[trial] += _in_fork(run, Path(folder, f"times-{number}.npy"))
             if not times[first]:
                 return []
@@ -238,7 +262,7 @@ def _remedy(name: str, line: str, means: NDArray[np.float64], steps: Steps) -> R
     )
 
 
-def _trials(loader: DataLoader[Any], epoch_steps: int | None, folder: Path) -> list[_Trial]:
+def _trials(loader: DataLoader[Any], epoch_steps: int | None, folder: Path) -> Iterator[_Trial]:
     def make_loader(num_left_out: int, **changes: Any) -> DataLoader[Any]:
         options = {name: getattr(loader, name) for name in _OPTIONS} | changes
         if isinstance(loader.dataset, IterableDataset):
@@ -259,65 +283,31 @@ def _trials(loader: DataLoader[Any], epoch_steps: int | None, folder: Path) -> l
         changes.append(("prefetch_factor", 2 * (loader.prefetch_factor or 2)))
     if num_workers and epoch_steps:
         changes.append(("persistent_workers", True))
-    trials = [_Trial("as it is", "", make_loader)]
-    make: Callable[[int], Iterable[Any] | None]
+    yield _Trial("as it is", "", make_loader)
     for option, value in changes:
         if value != getattr(loader, option):
+            change = f"{option}={value}"
             make = functools.partial(make_loader, **{option: value})
-            line = f"DataLoader(..., {option}={value})"
-            trials.append(_Trial(f"{option}={value}", line, make))
+            yield _Trial(change, f"DataLoader(..., {change})", make)
     calls = ["cv2.setNumThreads(0)"] if "cv2" in sys.modules else []
     if find_spec("threadpoolctl") is not None:
         calls.append("threadpoolctl.threadpool_limits(1)")
     if num_workers and calls:
         line = f"DataLoader(..., worker_init_fn=lambda _: ({', '.join(calls)}))"
         init = functools.partial(start_one_thread, loader.worker_init_fn)
-        make = functools.partial(make_loader, worker_init_fn=init)
-        trials.append(_Trial("one thread", line, make))
+        yield _Trial("one thread", line, functools.partial(make_loader, worker_init_fn=init))
     line = (
         "fr.decode_jpeg(Path(path).read_bytes()) in place of PIL.Image.open(path) or "
         "cv2.imread(path)"
     )
-    make = functools.partial(_with_own_decoder, loader, make_loader)
-    trials.append(_Trial("fr.decode_jpeg", line, make))
+    yield _Trial("fr.decode_jpeg", line, functools.partial(_with_own_decoder, loader, make_loader))
     files = _files_of(loader.dataset)[:_MAX_SAMPLES]
     if files:
         line = (
             "fuelrail shard, then fr.DataLoader(DATASET, ...), which resizes the images in place "
             "of the dataset's own transforms"
         )
-        make = functools.partial(_shards_of, loader, files, folder)
-        trials.append(_Trial("Fuelrail shards", line, make))
-    return trials
-
-
-def _run_trial(
-    trial: _Trial, pace: Pace, *, number: int, seconds: float, epoch_steps: int | None
-) -> list[float]:
-    """Return the times of the steps of a trial [s]; it is run in a process of its own."""
-    warnings.simplefilter("ignore")  # torch advises against more workers than CPUs
-    torch.set_num_threads(1)  # the threads of the process that was forked are not here
-    num_left_out = number * (_MIN_STEPS + int(seconds * 100)) * pace.num_batches
-    loader = trial.make(num_left_out)
-    if loader is None:
-        return []
-    batches = itertools.chain.from_iterable(itertools.repeat(loader))
-    num_warm_up = epoch_steps or max(4, 2 * getattr(loader, "num_workers", 0))
-    unit = epoch_steps or 1
-    times: list[float] = []
-    ends_s = math.inf
-    with ThreadPoolExecutor(pace.num_threads) as threads:
-        while time.monotonic() < ends_s or len(times) < _MIN_STEPS or len(times) % unit:
-            start_s = time.monotonic()
-            for _ in range(pace.num_batches):
-                next(batches)
-            list(threads.map(pace.compute, range(pace.num_threads)))
-            time.sleep(pace.idle_ns / 1e9)
-            times.append(time.monotonic() - start_s)
-            if ends_s == math.inf and len(times) == num_warm_up:
-                ends_s = time.monotonic() + seconds
-                times.clear()
-    return times
+        yield _Trial("Fuelrail shards", line, functools.partial(_shards_of, loader, files, folder))
 
 
 def _in_fork(run: functools.partial[list[float]], file: Path) -> list[float]:

@@ -150,11 +150,11 @@ class WatchReport(ReportHead, frozen=True, kw_only=True):
         return generate_latest(registry)
 
 
-def conclude(folder: Path, *, is_written: bool = True, is_last: bool = False) -> WatchReport | None:
+def conclude(folder: Path, *, is_written: bool = True) -> WatchReport | None:
     """Return the report of the records in a folder; None where there are none.
 
     ``is_written``: write report.json too, and the page and metrics.prom where what makes them is
-    installed. ``is_last``: also TensorBoard's scalars, where it is.
+    installed, and TensorBoard's scalars where it is.
     """
     header = read_rank(rank_path(folder / RECORDS, 0)).header
     if header is None:
@@ -169,8 +169,7 @@ def conclude(folder: Path, *, is_written: bool = True, is_last: bool = False) ->
             write_report(report, folder, html=True)
         if find_spec("prometheus_client") is not None:
             publish(folder / PROMETHEUS_FILE, report.as_prometheus())
-        if is_last:
-            write_tensorboard(logs, folder / TENSORBOARD_FOLDER)
+        write_tensorboard(logs, folder / TENSORBOARD_FOLDER)
     return report
 
 

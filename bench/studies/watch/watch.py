@@ -65,7 +65,7 @@ class Session:
         self._log_to_wandb()
         try:
             if is_first and FOLDER_VARIABLE not in os.environ:  # else the command does so
-                report = conclude(self.folder, is_last=True)
+                report = conclude(self.folder)
                 if report is not None:
                     sys.stderr.write(f"{report.as_text()}\n")
         except Exception as error:  # noqa: BLE001 - the training was the point, and is over
@@ -150,7 +150,7 @@ class Watch:
 
     def report(self) -> WatchReport | None:
         """Judge the steps so far, of all ranks that write to the folder; None before the first."""
-        return conclude(self._session.folder)
+        return conclude(self._session.folder, is_written=False)
 
     def try_remedies(self, *, seconds: float = SECONDS) -> None:
         """Find out what other settings of the loader would bring, and print it.

@@ -92,8 +92,7 @@ def test_a_pace_is_a_step_without_its_wait_and_without_what_it_queued():
         process_cpu_ns=20 * MS, cpu_wall_ns=100 * MS, trainer_queued_ns=20 * MS, data_cpu_ns=2 * MS
     )
     # Of 60 ms a CPU computes 12 ms, 2 of them while it waits for data, and 12 ms are queued.
-    pace = Pace.of_steps(table(wait_ms=30, work_ms=30, details=details), 2)
-    assert pace.num_batches == 2
+    pace = Pace.of_steps(table(wait_ms=30, work_ms=30, details=details))
     assert pace.num_threads == 1
     assert (pace.cpu_ns, pace.idle_ns) == pytest.approx((10 * MS, (30 - 12 - 10) * MS))
 
@@ -103,7 +102,7 @@ def test_a_pace_has_no_wait_for_late_ranks():
     late = steps(5, wait_ms=30, work_ms=3 + 1, all_reduce_ns=1 * MS)
     given = with_waits(early, [late])
     assert given["data_wait_ns"].tolist() == [30 * MS] * 5
-    pace = Pace.of_steps(given, 1)
+    pace = Pace.of_steps(given)
     assert pace.cpu_ns + pace.idle_ns == pytest.approx(4 * MS)
 
 
