@@ -142,7 +142,6 @@ class Recorder:
         self._pending = deque[tuple[StepRecord, list[_Mark]]](maxlen=_MAX_PENDING)
         self._device_ns = 0
         self._files = contextlib.ExitStack()
-        self._record_event: Callable[[], Any] = lambda: None
         self._totals = self._read_totals()
         os.register_at_fork(after_in_child=self.stop)
 
@@ -161,7 +160,6 @@ class Recorder:
     def use_device(self, device: Any) -> None:
         """Time phases by events of a CUDA device (``torch.device``) from the next step on."""
         self.device = device
-        self._record_event = record_event
         self._marks.clear()
         if self.folder is not None:  # else the loop watches its GPUs itself
             self.gaps = self.gaps | {("data_wait", "forward"): "host_to_device"}
@@ -372,8 +370,8 @@ class Recorder:
         self._files.close()
 
     def _mark(self, phase: str) -> None:
-        mark = _Mark(phase, time.monotonic_ns(), thread_times(), self._record_event())
-        self._marks.append(mark)
+        event = None if self.device is None else record_event()
+        self._marks.append(_Mark(phase, time.monotonic_ns(), thread_times(), event))
 
     def _end_evaluation(self) -> None:
         self._is_evaluating = False

@@ -22,17 +22,10 @@ from fuelrail.bench.measure.occupancy import (
     window_of,
 )
 from fuelrail.bench.measure.rates import Interval, bootstrap_means
-from fuelrail.bench.measure.records import RankLog, Remedy, rank_path, read_rank, step_table
+from fuelrail.bench.measure.records import BUSY, RankLog, Remedy, rank_path, read_rank, step_table
 from fuelrail.bench.report.files import REPORT_JSON, ReportHead, created_now, publish, publish_json
 from fuelrail.bench.studies.watch.export import TENSORBOARD_FOLDER, write_tensorboard
-from fuelrail.bench.studies.watch.judge import (
-    LABELS,
-    PARTS,
-    Finding,
-    find_causes,
-    late_steps,
-    part_times,
-)
+from fuelrail.bench.studies.watch.judge import LABELS, PARTS, Finding, find_causes, part_times
 from fuelrail.pipeline.cli import counted
 
 SCHEMA = "fuelrail-watch"
@@ -52,15 +45,11 @@ _MIN_MS = 0.1
 
 
 class RankTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank's mean step: its time, the shares of ``PARTS``, how often it came last, and what NVML
-    says of its GPU.
-    """
+    """A rank's mean step: its time and the shares of ``PARTS``, and what NVML says of its GPU."""
 
     rank: int
     step_ms: float
-    occupancy: float
     shares: dict[str, float]
-    last_in: float
     gpu: GpuUse | None = None
 
 
@@ -112,13 +101,16 @@ class WatchReport(ReportHead, frozen=True, kw_only=True):
         return "\n".join(lines)
 
     def rank_table(self) -> list[list[str]]:
-        """Return a row for each rank, below a header; parts that no rank has are left out."""
+        """Return a row for each rank, below a header; parts that no rank has are left out. There is
+        an occupancy.
+        """
+        assert self.occupancy is not None
         columns = [part for part in PARTS if any(rank.shares[part] >= 5e-4 for rank in self.ranks)]
         rows = []
-        for rank in self.ranks:
+        for rank, figures in zip(self.ranks, self.occupancy.ranks, strict=True):
             cells = {"rank": f"{rank.rank}", "step ms": f"{rank.step_ms:.1f}"}
             cells |= {part.replace("_", " "): f"{rank.shares[part]:.1%}" for part in columns}
-            cells["last"] = f"{rank.last_in:.0%}"
+            cells["last"] = f"{figures.last_in:.0%}"
             if rank.gpu is not None:
                 cells["kernels ran"] = f"{rank.gpu.kernels:.0%}"
                 cells["GPU GiB"] = f"{rank.gpu.peak_memory_bytes / 2**30:.1f}"
@@ -137,11 +129,11 @@ class WatchReport(ReportHead, frozen=True, kw_only=True):
         meaning = "share of the time in forward, backward and optimiser"
         busy = gauge("occupancy_ratio", meaning, ["rank"])
         parts = gauge("part_ratio", "share of the time in a part of the step", ["rank", "part"])
-        for row in self.ranks:
-            step_s.labels(row.rank).set(row.step_ms / 1e3)
-            busy.labels(row.rank).set(row.occupancy)
-            for part, share in row.shares.items():
-                parts.labels(row.rank, part).set(share)
+        for rank in self.ranks:
+            step_s.labels(rank.rank).set(rank.step_ms / 1e3)
+            busy.labels(rank.rank).set(sum(rank.shares[phase] for phase in BUSY))
+            for part, share in rank.shares.items():
+                parts.labels(rank.rank, part).set(share)
         meaning = "share of the time that something certainly takes; rank is empty for all"
         findings = gauge("finding_ratio", meaning, ["cause", "phase", "rank"])
         for finding in self.findings:
@@ -237,24 +229,20 @@ def build_report(logs: dict[int, RankLog]) -> WatchReport:
                 confidence=0.95,
                 num_repeats=len(values),
             )
-    occupancy = occupancy_of(all_steps, window)
-    last = late_steps(steps)
     ranks = []
     for row, (rank, log) in enumerate(logs.items()):
         wall_ns = steps["wall_ns"][row].sum()
         rank_times = RankTimes(
             rank=rank,
             step_ms=float(wall_ns / num_steps[row].sum()) / 1e6,
-            occupancy=occupancy.ranks[row].occupancy,
             shares={part: float(ns[row].sum() / wall_ns) for part, ns in parts.items()},
-            last_in=last[row],
             gpu=log.gpu,
         )
         ranks.append(rank_times)
     return msgspec.structs.replace(
         report,
         disturbed=cpu.disturbed,
-        occupancy=occupancy,
+        occupancy=occupancy_of(all_steps, window),
         findings=find_causes(
             inside,
             num_workers=max(log.header.num_workers if log.header else 0 for log in logs.values()),

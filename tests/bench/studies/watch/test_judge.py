@@ -29,7 +29,7 @@ def test_the_late_rank_is_charged_with_what_the_others_wait_and_it_loses_itself(
     assert (finding.cause, finding.phase, finding.rank) == ("storage", "data_wait", 2)
     assert finding.share == pytest.approx(20 / 109, rel=1e-3)
     assert finding.low <= finding.share <= finding.high
-    assert [row.last_in for row in report.ranks] == [0, 0, 1]
+    assert [row.last_in for row in report.occupancy.ranks] == [0, 0, 1]
 
 
 def test_a_slow_update_makes_a_rank_late_to_the_next_steps_collectives():
