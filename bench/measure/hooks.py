@@ -254,7 +254,6 @@ class Hooks:
 
     def _start_search(self) -> None:
         """Look for outermost modules among all that are called."""
-        self._end_search()
         # Torch warns of hooks of all modules where one of them is compiled; see below.
         warnings.filterwarnings("ignore", message="Using `torch.compile.module.` when there are")
         hook = ModuleHook(self.recorder, self._meet)

@@ -33,7 +33,6 @@ from fuelrail.bench.measure.records import (
     RankHeader,
     RankWriter,
     Record,
-    StepDetails,
     StepRecord,
     rank_path,
 )
@@ -129,9 +128,7 @@ class Recorder:
         self._num_asking = 0
         self._batch_at = 0
         self._batch_use = ""  # "evaluated", or with a backward pass "trained"
-        self._epoch = 0
         self._num_batches = 0
-        self._record = StepRecord()
         self._is_evaluating = False
         self._updated_at: int | None = None  # the mark at the record's last update
         self._is_updated = False  # since the loop asked for the batch
@@ -142,7 +139,10 @@ class Recorder:
         self._pending = deque[tuple[StepRecord, list[_Mark]]](maxlen=_MAX_PENDING)
         self._device_ns = 0
         self._files = contextlib.ExitStack()
-        self._totals = self._read_totals()
+        self._totals = Counter[str]()
+        self._record = StepRecord()
+        self._sample()  # what the process took before is of no step
+        self._record = StepRecord()
         os.register_at_fork(after_in_child=self.stop)
 
     def stop(self) -> None:
@@ -209,7 +209,7 @@ class Recorder:
             return
         self.leave()
         if batch is None:
-            self._epoch += 1
+            self._record.epoch += 1
         else:
             self._num_batches += 1
             self._record.num_samples += num_rows(batch)
@@ -349,7 +349,7 @@ class Recorder:
         self.is_recording = False
         yield
         self._marks.clear()
-        self._totals = self._read_totals()
+        self._sample()
         self._is_after_pause = True
         self.is_recording = True
 
@@ -385,17 +385,11 @@ class Recorder:
         """
         end = len(self._marks) - 1 if self._updated_at is None else self._updated_at
         if self._marks[-1].ns - self._totals["cpu_wall_ns"] >= _CPU_EVERY_NS:
-            totals = self._read_totals()
-            for name, growth in (totals - self._totals).items():
-                setattr(self._record.details, name, growth)
-            self._totals = totals
-            self._read_levels(self._record.details)
-        self._record.epoch = self._epoch
-        self._record.start_ns = self._marks[0].ns
+            self._sample()
         self._record.details.num_steps = max(1, self._num_updated)
         if not self._is_after_pause:
             self._pending.append((self._record, self._marks[: end + 1]))
-        self._record = StepRecord()
+        self._record = StepRecord(epoch=self._record.epoch)
         self._marks = self._marks[end:]
         self._updated_at = None
         self._num_updated = 0
@@ -437,17 +431,24 @@ class Recorder:
         record.device_busy_ns = sum(durations[phase] for phase in BUSY)
         record.cpu_ns = min(record.cpu_ns, record.device_busy_ns)
         record.queued_ns = min(record.queued_ns, record.device_busy_ns - record.cpu_ns)
-        if self.device is not None and self._device_ns:
-            record.start_ns = self._device_ns  # the device runs behind the host by a step or more
-        self._device_ns = record.start_ns + sum(durations[phase] for phase in PHASES)
-        record.end_ns = self._device_ns
+        # A device runs behind the host by a step or more.
+        record.start_ns = self._device_ns or marks[0].ns
+        record.end_ns = record.start_ns + sum(durations[phase] for phase in PHASES)
+        self._device_ns = 0 if self.device is None else record.end_ns
         self.num_steps += record.details.num_steps
         record.step = self.num_steps - 1
         return record
 
-    def _read_totals(self) -> Counter[str]:
-        """Return the totals so far whose growth is in `StepDetails`."""
+    def _sample(self) -> None:
+        """Note in the record what the process and its workers took since the last time, what they
+        hold, and how long the thread waits for Python's lock, which it needs after a sleep.
+        """
+        details = self._record.details
         thread = thread_times()
+        asked_ns = time.monotonic_ns()
+        time.sleep(_NAP_S)
+        waited_ns = time.monotonic_ns() - asked_ns - round(_NAP_S * NS_PER_S)
+        details.lock_ns = max(0, waited_ns - (thread_times().queued_ns - thread.queued_ns))
         totals = Counter(
             process_cpu_ns=time.process_time_ns(),
             trainer_cpu_ns=thread.cpu_ns,
@@ -457,37 +458,25 @@ class Recorder:
         )
         workers_s = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])  # that ended
         with contextlib.suppress(OSError):  # one that has just ended, or another system
-            for task in Path("/proc/self/task").iterdir():
+            process = Path("/proc/self")
+            num_pages = int(_fields(process / "statm")[1])
+            for task in (process / "task").iterdir():
                 totals["threads_queued_ns"] += int(_fields(task / "schedstat")[1])
-            for worker in _workers():
+            for child in _fields(Path("/proc/thread-self/children")):
+                worker = Path("/proc", child)
+                num_pages += int(_fields(worker / "statm")[1])
                 ticks = sum(map(int, _fields(worker / "stat")[11:15]))
                 workers_s += ticks / os.sysconf("SC_CLK_TCK")
                 totals["workers_queued_ns"] += int(_fields(worker / "schedstat")[1])
+            details.memory_bytes = num_pages * resource.getpagesize()
         totals["workers_cpu_ns"] = round(workers_s * NS_PER_S)
-        return totals
-
-    def _read_levels(self, details: StepDetails) -> None:
-        """Note the memory that is held, and how long the thread waits for Python's lock, which it
-        needs after a sleep.
-        """
-        queued_ns = thread_times().queued_ns
-        asked_ns = time.monotonic_ns()
-        time.sleep(_NAP_S)
-        waited_ns = time.monotonic_ns() - asked_ns - round(_NAP_S * NS_PER_S)
-        details.lock_ns = max(0, waited_ns - (thread_times().queued_ns - queued_ns))
-        with contextlib.suppress(OSError):
-            for process in (Path("/proc/self"), *_workers()):
-                num_pages = int(_fields(process / "statm")[1])
-                details.memory_bytes += num_pages * resource.getpagesize()
+        for name, growth in (totals - self._totals).items():
+            setattr(details, name, growth)
+        self._totals = totals
         if self.device is not None:
             import torch
 
             details.device_bytes = torch.cuda.memory_allocated(self.device)
-
-
-def _workers() -> list[Path]:
-    """Return the folders in /proc of the processes that the calling thread has started."""
-    return [Path("/proc", child) for child in _fields(Path("/proc/thread-self/children"))]
 
 
 def _fields(path: Path) -> list[str]:

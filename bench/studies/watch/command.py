@@ -28,7 +28,6 @@ TRY_VARIABLE = "FUELRAIL_WATCH_TRY"
 
 FLAGS = {"try_remedies": "try"}
 COMMANDS: dict[str, Command] = {}
-_STARTUP = Path(__file__).parent / "startup"
 
 
 class WatchOptions(PrintOptions, frozen=True, kw_only=True):
@@ -54,9 +53,7 @@ def run_watch(args: argparse.Namespace) -> int:
     """
     options = from_flags(args, WatchOptions)
     out = Path(options.out).absolute()
-    code = 0
-    if args.command:
-        code = run_watched(args.command, out, try_remedies=options.try_remedies)
+    code = run_watched(args.command, out, options) if args.command else 0
     report = conclude(out)
     if report is None:
         reason = "no step of a training loop was seen" if args.command else "there are no records"
@@ -69,7 +66,7 @@ def run_watch(args: argparse.Namespace) -> int:
     return code
 
 
-def run_watched(words: list[str], out: Path, *, try_remedies: bool = False) -> int:
+def run_watched(words: list[str], out: Path, options: WatchOptions) -> int:
     """Run a command whose Python processes record their training loops to a folder, and may try
     remedies; return its exit code.
 
@@ -77,20 +74,19 @@ def run_watched(words: list[str], out: Path, *, try_remedies: bool = False) -> i
     """
     for earlier in (out / RECORDS).glob(rank_path(Path(), 0).name.replace("0", "?")):
         earlier.unlink()
-    paths = [str(_STARTUP), *filter(None, [os.environ.get("PYTHONPATH")])]
+    startup = str(Path(__file__).parent / "startup")
+    paths = [startup, *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(paths),
         FOLDER_VARIABLE: str(out),
-        TRY_VARIABLE: "1" if try_remedies else "",
+        TRY_VARIABLE: "1" if options.try_remedies else "",
     }
     try:
         process = subprocess.Popen(words, env=environment)
     except OSError as error:
         raise ConfigError(f"cannot run '{words[0]}': {error.strerror or error}") from error
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        code = process.wait()
-    finally:
-        signal.signal(signal.SIGINT, before)
+    code = process.wait()
+    signal.signal(signal.SIGINT, before)
     return code if code >= 0 else 128 - code

@@ -205,16 +205,17 @@ def try_loader(loader: Any, steps: Steps, *, seconds: float = SECONDS) -> list[R
         if epoch_steps * step_ns > _EPOCH_TRIALS * seconds * 1e9:
             epoch_steps = None
 
-    def run_trial(trial: _Trial, number: int) -> list[float]:
-        """Return the times of the steps of a trial [s]; it is run in a process of its own."""
+    def run_trial(trial: _Trial, number: int, file: Path) -> None:
+        """Store the times of the steps of a trial [s]; it is run in a process of its own."""
         warnings.simplefilter("ignore")  # torch advises against more workers than CPUs
         torch.set_num_threads(1)  # the threads of the process that was forked are not here
         num_left_out = number * (_MIN_STEPS + int(seconds * 100)) * num_batches
-        loader = trial.make(num_left_out)
-        if loader is None:
-            return []
-        batches = itertools.chain.from_iterable(itertools.repeat(loader))
-        num_warm_up = epoch_steps or max(4, 2 * getattr(loader, "num_workers", 0))
+        changed = trial.make(num_left_out)
+        if changed is None:
+            np.save(file, [])
+            return
+        batches = itertools.chain.from_iterable(itertools.repeat(changed))
+        num_warm_up = epoch_steps or max(4, 2 * getattr(changed, "num_workers", 0))
         unit = epoch_steps or 1
         times: list[float] = []
         ends_s = math.inf
@@ -229,21 +230,30 @@ def try_loader(loader: Any, steps: Steps, *, seconds: float = SECONDS) -> list[R
                 if ends_s == math.inf and len(times) == num_warm_up:
                     ends_s = time.monotonic() + seconds
                     times.clear()
-        return times
+        np.save(file, times)
 
-    times = defaultdict[_Trial, list[float]](list)
+    all_times = defaultdict[_Trial, list[float]](list)
     with tempfile.TemporaryDirectory(prefix="fuelrail-remedies-") as folder:
         first, *changes = _trials(loader, epoch_steps, Path(folder))
         for number, trial in enumerate((first, *changes, first)):
-            run = functools.partial(run_trial, trial, number)
-            times[trial] += _in_fork(run, Path(folder, f"times-{number}.npy"))
-            if not times[first]:
+            file = Path(folder, f"times-{number}.npy")
+            fork = multiprocessing.get_context("fork")
+            process = fork.Process(target=run_trial, args=(trial, number, file))
+            process.start()
+            process.join(_LONGEST_S)
+            process.kill()
+            process.join()
+            if process.exitcode == 0:
+                all_times[trial] += np.load(file).tolist()
+            else:
+                sys.stderr.write(f"fuelrail: {trial.name} was not tried\n")
+            if not all_times[first]:
                 return []
     # What the trial of the loader as it is misses of a real step, the others miss too.
-    missed = step_ns / bootstrap_means(np.array(times.pop(first)), seed=1)
+    missed = step_ns / bootstrap_means(np.array(all_times.pop(first)), seed=1)
     return [
         _remedy(trial.name, trial.line, bootstrap_means(np.array(spent), seed=2) * missed, steps)
-        for trial, spent in times.items()
+        for trial, spent in all_times.items()
         if spent
     ]
 
@@ -308,24 +318,6 @@ def _trials(loader: DataLoader[Any], epoch_steps: int | None, folder: Path) -> I
             "of the dataset's own transforms"
         )
         yield _Trial("Fuelrail shards", line, functools.partial(_shards_of, loader, files, folder))
-
-
-def _in_fork(run: functools.partial[list[float]], file: Path) -> list[float]:
-    """Call a function in a process forked from this one; nothing where it fails."""
-
-    def answer() -> None:
-        try:
-            np.save(file, run())
-        except Exception as error:  # noqa: BLE001 - of a caller's own code, under a change
-            sys.stderr.write(f"fuelrail: {run.args[0].name} was not tried: {error}\n")
-
-    process = multiprocessing.get_context("fork").Process(target=answer)
-    process.start()
-    process.join(_LONGEST_S)
-    process.kill()
-    process.join()
-    is_done = process.exitcode == 0 and file.exists()
-    return np.load(file).tolist() if is_done else []
 
 
 def start_one_thread(start: Callable[[int], None] | None, worker: int) -> None:

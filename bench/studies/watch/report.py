@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import functools
 import itertools
+import shutil
+import time
+from collections.abc import Iterator
 from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -24,7 +28,6 @@ from fuelrail.bench.measure.occupancy import (
 from fuelrail.bench.measure.rates import Interval, bootstrap_means
 from fuelrail.bench.measure.records import BUSY, RankLog, Remedy, rank_path, read_rank, step_table
 from fuelrail.bench.report.files import REPORT_JSON, ReportHead, created_now, publish, publish_json
-from fuelrail.bench.studies.watch.export import TENSORBOARD_FOLDER, write_tensorboard
 from fuelrail.bench.studies.watch.judge import LABELS, PARTS, Finding, find_causes, part_times
 from fuelrail.pipeline.cli import counted
 
@@ -33,8 +36,6 @@ SCHEMA = "fuelrail-watch"
 VERSION = 3
 
 RECORDS = "records"
-
-PROMETHEUS_FILE = "metrics.prom"
 
 _WARM_UP = 10
 _MAX_RECORDS = 10_000
@@ -160,8 +161,8 @@ def conclude(folder: Path, *, is_written: bool = True) -> WatchReport | None:
 
             write_report(report, folder, html=True)
         if find_spec("prometheus_client") is not None:
-            publish(folder / PROMETHEUS_FILE, report.as_prometheus())
-        write_tensorboard(logs, folder / TENSORBOARD_FOLDER)
+            publish(folder / "metrics.prom", report.as_prometheus())
+        write_tensorboard(logs, folder / "tensorboard")
     return report
 
 
@@ -252,3 +253,43 @@ def build_report(logs: dict[int, RankLog]) -> WatchReport:
         ranks=ranks,
         times=times,
     )
+
+
+def scalars(log: RankLog) -> Iterator[tuple[Any, dict[str, float]]]:
+    """Yield each row of the steps with its scalars: milliseconds a step, and the share that is
+    busy.
+    """
+    for step in step_table([log.steps])[0]:
+        times = part_times(step) | {"step": step["wall_ns"]}
+        values = {
+            f"watch/{name}_ms": float(ns / step["num_steps"]) / 1e6
+            for name, ns in times.items()
+            if ns
+        }
+        values["watch/occupancy"] = float(step["device_busy_ns"] / max(1, step["wall_ns"]))
+        yield step, values
+
+
+def write_tensorboard(logs: dict[int, RankLog], folder: Path) -> None:
+    """Write the ranks' scalars as TensorBoard's event files, a run for each rank; nothing where it
+    is not installed.
+    """
+    if find_spec("tensorboard") is None:
+        return
+    from torch.utils.tensorboard import SummaryWriter
+
+    shutil.rmtree(folder, ignore_errors=True)
+    started_s = time.time() - time.monotonic()
+    for rank, log in logs.items():
+        with SummaryWriter(folder / f"rank-{rank:05d}") as writer:
+            for step, values in scalars(log):
+                for tag, value in values.items():
+                    writer.add_scalar(tag, value, step["step"], started_s + step["end_ns"] / 1e9)
+
+
+def log_to_wandb(log: RankLog, run: Any) -> None:
+    """Log a rank's scalars to an active run of W&B, over the watch's own steps."""
+    run.define_metric("watch/step")
+    run.define_metric("watch/*", step_metric="watch/step")
+    for step, values in scalars(log):
+        run.log(values | {"watch/step": int(step["step"])})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fuelrail.bench.measure.records import RankLog
-from fuelrail.bench.studies.watch.export import log_to_wandb, write_tensorboard
+from fuelrail.bench.studies.watch.report import log_to_wandb, write_tensorboard
 from support.watch_records import rank, report_on
 
 
