@@ -35,13 +35,12 @@ _COLOURS = {
 
 _METHOD = marked(
     "A step ends with the last update of an optimiser. **Wait for data** is from asking the loader "
-    "for a batch to getting it, **forward** includes the loss, **optimiser** what comes between "
-    "the backward pass and the update, such as the clipping of gradients, and **collectives** what "
-    "the loop waits in them. Ranks leave a collective together: who waited least in it came last, "
-    "and what the others waited longer is charged to that rank, and to the phase in which it took "
-    "longer than they. On a GPU all times are the device’s own, by events on its compute stream: a "
-    "wait that its queue hides takes no time. Intervals are 95 % intervals from a block bootstrap "
-    "over the steps. What is not certainly above 5 % of the time is not named."
+    "for a batch to getting it, **forward** includes the loss, **optimiser** the clipping of "
+    "gradients, and **collectives** what the loop waits in them. Ranks leave a collective together: "
+    "what the others waited longer than the last to come is charged to that rank, and to the phase "
+    "in which it took longer than they. On a GPU all times are the device’s own, by events: a wait "
+    "that its queue hides takes no time. Intervals are 95 % intervals over blocks of steps. What is "
+    "not certainly above 5 % of the time is not named."
 )
 
 

@@ -35,6 +35,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
+import fuelrail as fr
 from fuelrail.bench.measure.rates import bootstrap_means
 from fuelrail.bench.measure.records import RankRemedies, Remedy, rank_path, read_rank, step_table
 from fuelrail.pipeline.runtime.host import default_num_workers
@@ -336,14 +337,12 @@ def _with_own_decoder(
     """Decode JPEGs that Pillow or OpenCV is given by our decoder, in this process and its workers;
     None where a sample has none.
     """
-    from fuelrail.loaders.decode.arrays import decode_jpeg
-
     _first_item(loader)  # which may import what decodes
     num_decoded = itertools.count()
 
     def decode(data: bytes, order: Any = "rgb") -> Any:
         next(num_decoded)
-        return decode_jpeg(data, order=order)
+        return fr.decode_jpeg(data, order=order)
 
     pillow: Any = sys.modules.get("PIL.Image")
     if pillow is not None:
@@ -401,10 +400,6 @@ def _shards_of(
     """Convert images to shards, and return a loader of these whose images have the size that the
     dataset gives them; None where it gives none.
     """
-    from fuelrail.loaders.config import Transforms
-    from fuelrail.loaders.loader import DataLoader as FuelrailLoader
-    from fuelrail.pipeline.transforms.image import ImageAugment
-    from fuelrail.sharding.api import shard
     from fuelrail.sharding.sources.shared.files import LINKED
 
     leaves = tree_leaves(_first_item(loader))
@@ -418,15 +413,10 @@ def _shards_of(
     for number, file in enumerate(files):
         (images / f"{number:06}{file.suffix.lower()}").symlink_to(file.absolute())
     os.environ[LINKED] = os.path.commonpath([file.absolute().parent for file in files])
-    shard(f"imagefolder:{images.parent}", folder / "dataset", workers=1, engine="threads")
-    size = ImageAugment(height=height, width=width, resize="stretch")
-    return FuelrailLoader(
-        folder / "dataset",
-        loader.batch_size or 1,
-        shuffle=True,
-        drop_last=True,
-        transforms=Transforms(image=size),
-    )
+    fr.shard(f"imagefolder:{images.parent}", folder / "dataset", workers=1, engine="threads")
+    resized = fr.Transforms(image=fr.ImageAugment(height=height, width=width, resize="stretch"))
+    size = loader.batch_size or 1
+    return fr.DataLoader(folder / "dataset", size, shuffle=True, drop_last=True, transforms=resized)
 
 
 def try_pinning(loader: Any, steps: Steps) -> list[Remedy]:
