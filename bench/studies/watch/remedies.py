@@ -90,15 +90,13 @@ class Pace(NamedTuple):
     def of_steps(cls, steps: Steps) -> Pace:
         """Return the pace of the mean step."""
         mean = {name: float(steps[name].mean()) for name in steps.dtype.names or ()}
-        cpu_ns = mean["cpu_ns"]
-        queued_ns = mean["queued_ns"]
-        if mean["cpu_wall_ns"]:
-            scale = mean["wall_ns"] / mean["cpu_wall_ns"]
-            cpu_ns = max(cpu_ns, scale * mean["process_cpu_ns"] - mean["data_cpu_ns"])
-            queued_ns = scale * mean["trainer_queued_ns"] - mean["data_queued_ns"]
+        # What is counted each second is of all threads; a short run may have none of it.
+        scale = mean["wall_ns"] / max(1.0, mean["cpu_wall_ns"])
+        cpu_ns = max(mean["cpu_ns"], scale * mean["process_cpu_ns"] - mean["data_cpu_ns"])
+        queued_ns = scale * mean["trainer_queued_ns"] - mean["data_queued_ns"]
         # What it stands in the queue for a CPU now, it will in a trial.
-        work_ns = mean["wall_ns"] - mean["data_wait_ns"] - max(0.0, queued_ns)
-        work_ns = max(1.0, work_ns)
+        queued_ns = max(mean["queued_ns"], queued_ns)
+        work_ns = max(1.0, mean["wall_ns"] - mean["data_wait_ns"] - queued_ns)
         num_threads = max(1, round(cpu_ns / work_ns))
         thread_ns = min(cpu_ns / num_threads, work_ns)
         return cls(num_threads, thread_ns, work_ns - thread_ns)

@@ -32,21 +32,19 @@ from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.runtime.host import stated_rank
 
 
-class Session:
-    """The recording of this process, of which there is one; ``hooks`` are arguments of Hooks."""
+class Session(Hooks):
+    """The recording of this process, of which there is one; ``watched`` are arguments of Hooks."""
 
     current: Session | None = None
 
-    def __init__(self, out: str | os.PathLike[str] | None, **hooks: Any) -> None:
+    def __init__(self, out: str | os.PathLike[str] | None, **watched: Any) -> None:
         rank, world = stated_rank()
         self.folder = Path("watch" if out is None else out)
+        super().__init__(Recorder(self.folder / RECORDS, rank=rank, world=world), **watched)
         self._process = os.getpid()
         self._logged_run: Any = None
-        self.recorder = Recorder(self.folder / RECORDS, rank=rank, world=world)
-        self.hooks = Hooks(self.recorder, **hooks)
-        watch_packages(self.hooks)
-        wandb = AfterImport("wandb.sdk.wandb_run", self._watch_wandb)
-        self.hooks.removals.callback(wandb.remove)
+        watch_packages(self)
+        self.removals.callback(AfterImport("wandb.sdk.wandb_run", self._watch_wandb).remove)
         atexit.register(self.close)
         Session.current = self
 
@@ -56,9 +54,9 @@ class Session:
         if Session.current is not self or os.getpid() != self._process:
             return
         Session.current = None
-        self.hooks.remove()
+        self.remove()
         is_first = self.recorder.rank == 0
-        if is_first and self.hooks.on_ask is not None and self.recorder.num_steps:
+        if is_first and self.on_ask is not None and self.recorder.num_steps:
             sys.stderr.write("fuelrail: no remedies were tried: the training made too few steps\n")
         self.recorder.close()
         self._log_to_wandb()
@@ -81,8 +79,8 @@ class Session:
             call()
             return original(*args, **kwargs)
 
-        self.hooks.replace(module.Run, "log", functools.partial(call_both, register))
-        self.hooks.replace(module.Run, "finish", functools.partial(call_both, self._log_to_wandb))
+        self.replace(module.Run, "log", functools.partial(call_both, register))
+        self.replace(module.Run, "finish", functools.partial(call_both, self._log_to_wandb))
 
     def _log_to_wandb(self) -> None:
         """Log this rank's steps to the run of W&B that is active, where there is one."""
@@ -139,7 +137,7 @@ class Watch:
         self._session = session
 
     def __iter__(self) -> Iterator[Any]:
-        return Batches(self.loader, self._session.hooks)
+        return Batches(self.loader, self._session)
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]
@@ -160,7 +158,7 @@ class Watch:
         BLAS in each, our decoder, our shards, pinned memory and ``channels_last``. Nothing of the
         training is changed by it. Loaders are tried that are torch's, or built on it.
         """
-        self._session.hooks.on_ask = Trials(self._session.hooks, seconds).advance
+        self._session.on_ask = Trials(self._session, seconds).advance
 
     def finish(self) -> None:
         """End the recording, as the end of the process does, and print the verdict."""
@@ -175,4 +173,4 @@ def start_by_environment() -> None:
     if Session.current is None:
         session = Session(os.environ[FOLDER_VARIABLE])
         if os.environ.get(TRY_VARIABLE):
-            session.hooks.on_ask = Trials(session.hooks, SECONDS).advance
+            session.on_ask = Trials(session, SECONDS).advance
