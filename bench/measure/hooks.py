@@ -28,7 +28,6 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader
 from torch.utils.data import dataloader as torch_loaders
 
 if TYPE_CHECKING:
@@ -54,9 +53,7 @@ Inputs: TypeAlias = list[tuple[torch.Size, torch.dtype, torch.device]]
 class Batches:
     """An iteration over a loader; it keeps no batch, so that none lives longer than without it."""
 
-    def __init__(
-        self, loader: Any, hooks: Hooks, iterate: Callable[[Any], Iterator[Any]] = iter
-    ) -> None:
+    def __init__(self, hooks: Hooks, iterate: Callable[[Any], Iterator[Any]], loader: Any) -> None:
         self._loader = loader
         self._hooks = hooks
         self._batches = hooks.start(loader, iterate)
@@ -130,7 +127,7 @@ class Hooks:
                 if _COLLECTIVES.match(name) and callable(function):
                     self.listen(dist, name, "all_reduce")
             self.listen(dist.Work, "wait", "all_reduce")
-        self.listen(DataLoader, "__iter__", "iterator")
+        self.listen(torch_loaders.DataLoader, "__iter__", "iterator")
         self.listen(torch_loaders._BaseDataLoaderIter, "__next__", "batch")  # noqa: SLF001
         gc.callbacks.append(recorder.collected)
         self.removals.callback(gc.callbacks.remove, recorder.collected)
@@ -147,7 +144,8 @@ class Hooks:
         is asked for a batch; "batches", it makes another one; "batch", an iterator gives one.
         """
         calls: dict[str, Callable[..., Any]]
-        calls = {"iterator": self._iterate, "batches": self._wrap, "batch": self.take_batch}
+        batches = functools.partial(Batches, self)
+        calls = {"iterator": self._iterate, "batches": batches, "batch": self.take_batch}
         in_phase = functools.partial(self._call_in_phase, role)
         self.replace(owner, name, calls.get(role, in_phase))
 
@@ -194,9 +192,6 @@ class Hooks:
         iterator = self.start(loader, original)
         self._loaders[iterator] = loader
         return iterator
-
-    def _wrap(self, original: Any, /, loader: Any) -> Any:
-        return Batches(loader, self, original)
 
     def _call_in_phase(self, phase: str, original: Any, /, *args: Any, **kwargs: Any) -> Any:
         with self.recorder.phase(phase):

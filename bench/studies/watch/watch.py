@@ -59,8 +59,8 @@ class Session(Hooks):
         if is_first and self.on_ask is not None and self.recorder.num_steps:
             sys.stderr.write("fuelrail: no remedies were tried: the training made too few steps\n")
         self.recorder.close()
-        self._log_to_wandb()
         try:
+            self._log_to_wandb()
             if is_first and FOLDER_VARIABLE not in os.environ:  # else the command does so
                 report = conclude(self.folder)
                 if report is not None:
@@ -73,10 +73,10 @@ class Session(Hooks):
 
         W&B ends a run at exit, but after what was registered since the run began.
         """
-        register = functools.cache(lambda: atexit.register(self._log_to_wandb))
+        register = functools.cache(lambda: atexit.register(self.recorder.call, self._log_to_wandb))
 
         def call_both(call: Any, original: Any, /, *args: Any, **kwargs: Any) -> Any:
-            call()
+            self.recorder.call(call)
             return original(*args, **kwargs)
 
         self.replace(module.Run, "log", functools.partial(call_both, register))
@@ -88,10 +88,7 @@ class Session(Hooks):
         if run is None or run is self._logged_run or os.getpid() != self._process:
             return
         self._logged_run = run
-        try:
-            log_to_wandb(read_rank(rank_path(self.folder / RECORDS, self.recorder.rank)), run)
-        except Exception as error:  # noqa: BLE001 - the training was the point
-            sys.stderr.write(f"fuelrail: the watch is not logged to W&B: {error}\n")
+        log_to_wandb(read_rank(rank_path(self.folder / RECORDS, self.recorder.rank)), run)
 
 
 class Watch:
@@ -137,7 +134,7 @@ class Watch:
         self._session = session
 
     def __iter__(self) -> Iterator[Any]:
-        return Batches(self.loader, self._session)
+        return Batches(self._session, iter, self.loader)
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]
