@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 import os
 import resource
 import time
@@ -128,11 +129,10 @@ class Recorder:
         self._num_asking = 0
         self._batch_at = 0
         self._batch_use = ""  # "evaluated", or with a backward pass "trained"
-        self._num_batches = 0
+        self._num_without_update = 0.0  # batches; less than none where there is an optimiser
         self._is_evaluating = False
         self._updated_at: int | None = None  # the mark at the record's last update
         self._is_updated = False  # since the loop asked for the batch
-        self._was_updated = False
         self._num_updated = 0  # steps of the record
         self._is_after_pause = False
         self._collecting_since_ns = 0
@@ -189,9 +189,8 @@ class Recorder:
             self._end_evaluation()
         else:
             self._mark("other")
-        is_trained = self._batch_use == "trained"
-        is_batch = not self._was_updated and self._num_batches >= _STEPS_ARE_BATCHES
-        is_over = len(self._marks) >= _MAX_MARKS or (is_batch and is_trained)
+        is_batch = self._num_without_update >= _STEPS_ARE_BATCHES and self._batch_use == "trained"
+        is_over = is_batch or len(self._marks) >= _MAX_MARKS
         num_wanted = 1 << (self.num_steps // _NUM_RECORDS).bit_length()
         if self.folder is not None and (is_over or self._num_updated >= num_wanted):
             self._end_record()
@@ -208,11 +207,9 @@ class Recorder:
         if self._num_asking or self._stack != ["data_wait"]:
             return
         self.leave()
-        if batch is None:
-            self._record.epoch += 1
-        else:
-            self._num_batches += 1
-            self._record.num_samples += num_rows(batch)
+        self._record.epoch += batch is None
+        self._record.num_samples += num_rows(batch)
+        self._num_without_update += 1
 
     @_guarded
     def begin_forward(self, is_training: bool) -> None:
@@ -295,7 +292,7 @@ class Recorder:
         """Note that an optimiser made its step."""
         self._num_updated += not self._is_updated
         self._is_updated = True
-        self._was_updated = True
+        self._num_without_update = -math.inf
         self._updated_at = len(self._marks) - 1
 
     def synced(self, host_ns: int) -> None:

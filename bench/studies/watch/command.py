@@ -76,8 +76,7 @@ def run_watched(words: list[str], out: Path, options: WatchOptions) -> int:
         earlier.unlink()
     startup = str(Path(__file__).parent / "startup")
     paths = [startup, *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {
-        **os.environ,
+    environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(paths),
         FOLDER_VARIABLE: str(out),
         TRY_VARIABLE: "1" if options.try_remedies else "",

@@ -26,12 +26,7 @@ from fuelrail.pipeline.cli import counted
 if TYPE_CHECKING:
     from fuelrail.bench.studies.watch.report import WatchReport
 
-_COLOURS = {
-    **PHASE_COLOURS,
-    "evaluation": "#f0e442",
-    "checkpoint": "#666666",
-    "logging": "#332288",
-}
+_COLOURS = PHASE_COLOURS | {"evaluation": "#f0e442", "checkpoint": "#666666", "logging": "#332288"}
 
 _METHOD = marked(
     "A step ends with the last update of an optimiser. **Wait for data** is from asking the loader "
@@ -63,9 +58,7 @@ def describe(report: WatchReport, plots: Mapping[str, str]) -> Document:  # noqa
         if report.remedies:
             parts.append(Section("Remedies that were tried", [table_of(report.remedies)]))
         header, *rows = report.rank_table()
-        legend = marked(
-            "**Last**: the share of steps in which the other ranks waited for this one."
-        )
+        legend = "Last: the share of steps in which the other ranks waited for this one."
         parts.append(Section("Ranks", [Table(header, rows), Text(legend, small=True)]))
     parts.append(Section("How these figures are made", [Text(_METHOD)]))
     return document(
