@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -56,6 +56,15 @@ def thread_times() -> ThreadTimes:
     if _OPEN.file is not None:
         queued_ns = int(os.pread(_OPEN.file.fileno(), 64, 0).split()[1])
     return ThreadTimes(time.thread_time_ns(), queued_ns)
+
+
+def record_event() -> Any:
+    """Return a ``torch.cuda.Event`` that the compute stream passes here."""
+    import torch
+
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
 
 
 class Clock:

@@ -18,8 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from fuelrail.bench.measure.accelerator import Accelerator
-from fuelrail.bench.measure.clock import NS_PER_MS
-from fuelrail.bench.measure.recorder import record_event
+from fuelrail.bench.measure.clock import NS_PER_MS, record_event
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -39,8 +39,7 @@ _MAX_SEARCHED_STEPS: Final = 24
 _MAX_MODULES: Final = 32
 
 _COLLECTIVES: Final = re.compile(
-    r"all_|barrier|broadcast|gather|monitored_barrier|recv|reduce(?!_op)|scatter|"
-    r"_broadcast_coalesced"  # of DDP's buffers
+    r"_?broadcast|all_|barrier|gather|monitored_barrier|recv|reduce(?!_op)|scatter"
 )
 """How the functions of torch.distributed begin that wait for other ranks."""
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from threading import get_ident
 from typing import Any, Final, NamedTuple
 
-from fuelrail.bench.measure.clock import NS_PER_MS, NS_PER_S, ThreadTimes, thread_times
+from fuelrail.bench.measure.clock import NS_PER_S, ThreadTimes, record_event, thread_times
 from fuelrail.bench.measure.machine import host_cpu_s
 from fuelrail.bench.measure.nvml import NvmlWatch
 from fuelrail.bench.measure.records import (
@@ -49,7 +49,6 @@ _GAPS: Final = {
 }
 
 _MAX_MARKS: Final = 1024
-_MAX_PENDING: Final = 64
 _NUM_RECORDS: Final = 1 << 16
 """Steps with a record of their own; when their number has doubled, a record is of two steps, and so
 on.
@@ -84,15 +83,6 @@ def _guarded(method: Callable[..., None]) -> Callable[..., None]:
                 self.fail(error)
 
     return run
-
-
-def record_event() -> Any:
-    """Return a ``torch.cuda.Event`` that the compute stream passes here."""
-    import torch
-
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return event
 
 
 class Recorder:
@@ -136,7 +126,7 @@ class Recorder:
         self._num_updated = 0  # steps of the record
         self._is_after_pause = False
         self._collecting_since_ns = 0
-        self._pending = deque[tuple[StepRecord, list[_Mark]]](maxlen=_MAX_PENDING)
+        self._pending = deque[tuple[StepRecord, list[_Mark]]]()  # few: a device's queue is short
         self._device_ns = 0
         self._files = contextlib.ExitStack()
         self._totals = Counter[str]()
@@ -418,7 +408,7 @@ class Recorder:
             elif after.phase in BUSY:
                 record.launch_ns += duration_ns
             if before.event is not None:
-                duration_ns = round(before.event.elapsed_time(after.event) * NS_PER_MS)
+                duration_ns = round(before.event.elapsed_time(after.event) * 1e6)
             durations[after.phase] += duration_ns
         for part in NAMED:
             setattr(record.details, f"{part}_ns", durations[part])
@@ -455,9 +445,8 @@ class Recorder:
         )
         workers_s = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])  # that ended
         with contextlib.suppress(OSError):  # one that has just ended, or another system
-            process = Path("/proc/self")
-            num_pages = int(_fields(process / "statm")[1])
-            for task in (process / "task").iterdir():
+            num_pages = int(_fields(Path("/proc/self/statm"))[1])
+            for task in Path("/proc/self/task").iterdir():
                 totals["threads_queued_ns"] += int(_fields(task / "schedstat")[1])
             for child in _fields(Path("/proc/thread-self/children")):
                 worker = Path("/proc", child)

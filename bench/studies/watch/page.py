@@ -47,10 +47,8 @@ def describe(report: WatchReport, plots: Mapping[str, str]) -> Document:  # noqa
     else:
         shares = {part: fmean(rank.shares[part] for rank in report.ranks) for part in PARTS}
         bar = [(LABELS[part], _COLOURS[part], share) for part, share in shares.items()]
-        meaning = (
-            "of the time in forward, backward and optimiser, mean over ranks; lowest rank "
-            f"{report.occupancy.lowest:.1%}"
-        )
+        lowest = f"{report.occupancy.lowest:.1%}"
+        meaning = f"of the time in forward, backward and optimiser, mean of ranks; lowest {lowest}"
         parts.append(Hero(f"{report.occupancy.mean:.1%}", meaning, report.verdict(), bar))
         further = [f"{finding.text} {finding.advice}" for finding in report.findings[1:]]
         if further:
@@ -61,13 +59,11 @@ def describe(report: WatchReport, plots: Mapping[str, str]) -> Document:  # noqa
         legend = "Last: the share of steps in which the other ranks waited for this one."
         parts.append(Section("Ranks", [Table(header, rows), Text(legend, small=True)]))
     parts.append(Section("How these figures are made", [Text(_METHOD)]))
+    steps = counted(report.window.num_measured_steps, "measured step")
     return document(
         report,
         brand="Fuelrail watch",
         title="What holds the accelerators up?",
-        subtitle=(
-            f"{counted(report.window.num_measured_steps, 'measured step')} on "
-            f"{counted(report.num_ranks, 'rank')}"
-        ),
+        subtitle=f"{steps} on {counted(report.num_ranks, 'rank')}",
         parts=parts,
     )

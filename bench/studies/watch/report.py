@@ -177,11 +177,8 @@ def build_report(logs: dict[int, RankLog]) -> WatchReport:
     remedies = [min(results, key=attrgetter("gain")) for results in of_all]
     remedies.sort(key=attrgetter("gain"), reverse=True)
     missing = [str(rank) for rank, log in logs.items() if not log.steps]
-    warnings = []
-    if missing:
-        names = ", ".join(missing[:_SHOWN_RANKS])
-        text = f"no steps of rank {names} of {len(logs)}: what they wait for is not known"
-        warnings.append(text)
+    names = ", ".join(missing[:_SHOWN_RANKS])
+    text = f"no steps of rank {names} of {len(logs)}: what they wait for is not known"
     logs = {rank: log for rank, log in logs.items() if log.steps}
     all_steps = [log.steps for log in logs.values()]
     num_records = min(map(len, all_steps), default=0)
@@ -195,7 +192,7 @@ def build_report(logs: dict[int, RankLog]) -> WatchReport:
         created=created_now(),
         machine=machine,
         options={},
-        warnings=warnings,
+        warnings=[text] if missing else [],
         num_ranks=len(logs),
         window=window,
         remedies=remedies,

@@ -18,18 +18,38 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from fuelrail.bench.measure.hooks import Batches, Hooks
 from fuelrail.bench.measure.recorder import Recorder
 from fuelrail.bench.measure.records import rank_path, read_rank
 from fuelrail.bench.studies.watch.command import FOLDER_VARIABLE, TRY_VARIABLE
-from fuelrail.bench.studies.watch.packages import watch_packages
 from fuelrail.bench.studies.watch.remedies import SECONDS, Trials
 from fuelrail.bench.studies.watch.report import RECORDS, WatchReport, conclude, log_to_wandb
 from fuelrail.bench.studies.watch.startup.sitecustomize import AfterImport
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.runtime.host import stated_rank
+
+_TORCHDATA: Final = "torchdata.stateful_dataloader.stateful_dataloader"
+_CALLS: Final = [
+    (_TORCHDATA, "StatefulDataLoader.__iter__", "iterator"),
+    (_TORCHDATA, "_StatefulBaseDataLoaderIter.__next__", "batch"),
+    ("fuelrail.loaders.loader", "DataLoader.__iter__", "batches"),
+    ("webdataset.compat", "WebLoader.__iter__", "batches"),
+    ("grain._src.python.data_loader", "DataLoaderIterator.__next__", "batch"),
+    ("datasets.iterable_dataset", "IterableDataset.__iter__", "batches"),
+    ("torch.distributed.checkpoint", "save", "checkpoint"),
+    ("safetensors.torch", "save_file", "checkpoint"),
+    ("transformers.trainer", "Trainer._save_checkpoint", "checkpoint"),
+    ("pytorch_lightning.trainer.trainer", "Trainer.save_checkpoint", "checkpoint"),
+    ("lightning.pytorch.trainer.trainer", "Trainer.save_checkpoint", "checkpoint"),
+    ("accelerate.accelerator", "Accelerator.save_state", "checkpoint"),
+    ("mmengine.runner.runner", "Runner.save_checkpoint", "checkpoint"),
+    ("torch.utils.tensorboard.writer", "SummaryWriter.add_scalar", "logging"),
+    ("tensorboardX.writer", "SummaryWriter.add_scalar", "logging"),
+    ("wandb.sdk.wandb_run", "Run.log", "logging"),
+]
+"""Modules, functions or methods of them, and their role; see `Hooks.listen`."""
 
 
 class Session(Hooks):
@@ -167,7 +187,17 @@ watch = Watch
 
 def start_by_environment() -> None:
     """Record this process, as ``fuelrail watch`` asks for, which prints the verdict itself."""
-    if Session.current is None:
-        session = Session(os.environ[FOLDER_VARIABLE])
-        if os.environ.get(TRY_VARIABLE):
-            session.on_ask = Trials(session, SECONDS).advance
+    session = Session(os.environ[FOLDER_VARIABLE])
+    if os.environ.get(TRY_VARIABLE):
+        session.on_ask = Trials(session, SECONDS).advance
+
+
+def watch_packages(hooks: Hooks) -> None:
+    """Have these functions watched, of each package once it is imported."""
+    for module_name, path, role in _CALLS:
+
+        def listen(module: Any, path: str = path, role: str = role) -> None:
+            kind, _, name = path.rpartition(".")
+            hooks.listen(getattr(module, kind) if kind else module, name, role)
+
+        hooks.removals.callback(AfterImport(module_name, listen).remove)
