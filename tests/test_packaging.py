@@ -199,7 +199,7 @@ class TestImports:
             for top in (
                 {name.split(".")[0] for name in names}
                 - sys.stdlib_module_names
-                - {"fuelrail", "support"}
+                - {"fuelrail", "support", "_fuelrail_after_import"}
             ):
                 providing = distributions(
                     [brought_by[top]] if top in brought_by else providers.get(top, [])

@@ -23,10 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim import optimizer as optimisers
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import dataloader as torch_loaders
 
@@ -115,8 +112,8 @@ class Hooks:
             self._start_search()
         begin_update = functools.partial(self._note_update, recorder.enter, "optimiser")
         end_update = functools.partial(self._note_update, recorder.call, self._end_update)
-        self.removals.callback(register_optimizer_step_pre_hook(begin_update).remove)
-        self.removals.callback(register_optimizer_step_post_hook(end_update).remove)
+        self.removals.callback(optimisers.register_optimizer_step_pre_hook(begin_update).remove)
+        self.removals.callback(optimisers.register_optimizer_step_post_hook(end_update).remove)
         self.replace(torch.autograd, "backward", self._go_backward)
         self.listen(torch, "save", "checkpoint")
         self.listen(logging.Logger, "handle", "logging")

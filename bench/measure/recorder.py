@@ -353,7 +353,6 @@ class Recorder:
         except Exception as error:  # noqa: BLE001 - see _guarded
             self.fail(error)
         self.stop()
-        self._gpu = self._writer = None
         self._files.close()
 
     def _mark(self, phase: str) -> None:

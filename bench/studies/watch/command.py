@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from fuelrail.bench.measure.records import rank_path
+from fuelrail.bench.report.options import print_text
 from fuelrail.bench.studies.watch.report import RECORDS, conclude
-from fuelrail.pipeline.cli import Argument, Command, PrintOptions, command, from_flags, print_json
+from fuelrail.pipeline.cli import Argument, Command, PrintOptions, command, from_flags
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.settings import flag
 
@@ -59,10 +60,8 @@ def run_watch(args: argparse.Namespace) -> int:
         reason = "no step of a training loop was seen" if args.command else "there are no records"
         sys.stderr.write(f"fuelrail watch: no verdict: {reason} in '{options.out}'\n")
         return code or 1
-    if options.json:
-        print_json(report)
-    else:
-        sys.stdout.write(f"{report.as_text()}\nwritten: {options.out}\n")
+    print_text(report, options)
+    sys.stderr.write(f"written: {options.out}\n")
     return code
 
 

@@ -26,7 +26,7 @@ from fuelrail.bench.measure.records import rank_path, read_rank
 from fuelrail.bench.studies.watch.command import FOLDER_VARIABLE, TRY_VARIABLE
 from fuelrail.bench.studies.watch.remedies import SECONDS, Trials
 from fuelrail.bench.studies.watch.report import RECORDS, WatchReport, conclude, log_to_wandb
-from fuelrail.bench.studies.watch.startup.sitecustomize import AfterImport
+from fuelrail.bench.studies.watch.startup._fuelrail_after_import import AfterImport
 from fuelrail.pipeline.errors import ConfigError
 from fuelrail.pipeline.runtime.host import stated_rank
 

@@ -11,7 +11,7 @@ import torch
 from fuelrail.bench.measure.hooks import Hooks
 from fuelrail.bench.measure.recorder import Recorder
 from fuelrail.bench.measure.records import rank_path, read_rank
-from fuelrail.bench.studies.watch.startup.sitecustomize import AfterImport
+from fuelrail.bench.studies.watch.startup._fuelrail_after_import import AfterImport
 from fuelrail.bench.studies.watch.watch import watch_packages
 
 NUM_BATCHES = 12
