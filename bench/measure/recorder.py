@@ -49,6 +49,7 @@ _GAPS: Final = {
 }
 
 _MAX_MARKS: Final = 1024
+"""Marks without an update, after which a record ends."""
 _NUM_RECORDS: Final = 1 << 16
 """Steps with a record of their own; when their number has doubled, a record is of two steps, and so
 on.
@@ -180,7 +181,8 @@ class Recorder:
         else:
             self._mark("other")
         is_batch = self._num_without_update >= _STEPS_ARE_BATCHES and self._batch_use == "trained"
-        is_over = is_batch or len(self._marks) >= _MAX_MARKS
+        is_over = is_batch or len(self._marks) - (self._updated_at or 0) >= _MAX_MARKS
+        # The same on all ranks, whose records are compared.
         num_wanted = 1 << (self.num_steps // _NUM_RECORDS).bit_length()
         if self.folder is not None and (is_over or self._num_updated >= num_wanted):
             self._end_record()
@@ -372,8 +374,10 @@ class Recorder:
         end = len(self._marks) - 1 if self._updated_at is None else self._updated_at
         if self._marks[-1].ns - self._totals["cpu_wall_ns"] >= _CPU_EVERY_NS:
             self._sample()
-        self._record.details.num_steps = max(1, self._num_updated)
         if not self._is_after_pause:
+            self._record.details.num_steps = max(1, self._num_updated)
+            self.num_steps += self._record.details.num_steps
+            self._record.step = self.num_steps - 1
             self._pending.append((self._record, self._marks[: end + 1]))
         self._record = StepRecord(epoch=self._record.epoch)
         self._marks = self._marks[end:]
@@ -421,8 +425,6 @@ class Recorder:
         record.start_ns = self._device_ns or marks[0].ns
         record.end_ns = record.start_ns + sum(durations[phase] for phase in PHASES)
         self._device_ns = 0 if self.device is None else record.end_ns
-        self.num_steps += record.details.num_steps
-        record.step = self.num_steps - 1
         return record
 
     def _sample(self) -> None:
