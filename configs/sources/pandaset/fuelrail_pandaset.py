@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fuelrail.pipeline.rigid import invert_rigid
-from fuelrail.sharding.sources.adapter.frame import Clip, Frame, Image, Sensors
+from fuelrail.sharding.sources.adapter.frame import Calibration, Clip, Frame, Image, Sensors
 from fuelrail.sharding.sources.adapter.poses import Trajectory, pose
 from fuelrail.sharding.sources.adapter.source import FrameSettings, FrameSource
 from fuelrail.sharding.sources.shared.foreign import parsing, read_json
@@ -84,8 +84,7 @@ class PandaSet(FrameSource[FrameSettings]):
                 images[number][camera] = Image(
                     ref=f"{folder}/{number:02d}.jpg",
                     timestamp_ns=int(stamps[number]),
-                    intrinsics=intrinsics,
-                    cam2ego=cam2ego[number],
+                    calibration=Calibration(intrinsics=intrinsics, sensor2ego=cam2ego[number]),
                 )
         yield from (
             Frame(timestamp_ns=int(t), images=found)

@@ -32,6 +32,7 @@ from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.rigid import invert_rigid
 from fuelrail.sharding.sources.adapter.frame import (
     Absent,
+    Calibration,
     Clip,
     FileMember,
     Frame,
@@ -326,8 +327,8 @@ class PhysicalAi(FrameSource[PhysicalAiSettings]):
             if self._has(name, clip)
         }
         poses = self.poses(clip) if scans else None
-        models = {
-            camera: _model(intrinsics[camera], mounts[camera], f"clip {clip.name}")
+        calibrations = {
+            camera: _camera_calibration(intrinsics[camera], mounts[camera], f"clip {clip.name}")
             for camera in times
         }
         for time in reference[(reference >= known[0]) & (reference <= known[1])].tolist():
@@ -338,7 +339,16 @@ class PhysicalAi(FrameSource[PhysicalAiSettings]):
                     images[camera] = Absent("no frame within half a period")
                     continue
                 ref = f"{camera}/{clip.token}/{clip.name}#frame={at}"
-                images[camera] = Image(ref=ref, timestamp_ns=int(stamps[at]), **models[camera])
+                calibration = calibrations[camera]
+                images[camera] = Image(
+                    ref=ref,
+                    timestamp_ns=int(stamps[at]),
+                    calibration=calibration,
+                    num_bytes=calibration.width * calibration.height // 5,
+                    made=True,
+                    encoded_of="video",
+                    extension="jpg",
+                )
             sweeps = {}
             if lidar2ego is not None and (at := _nearest(spins, time)) is not None:
                 ref = f"{LIDAR}/{clip.token}/{clip.name}/{at}"
@@ -542,25 +552,23 @@ def _mount(row: dict[str, float], where: str) -> np.ndarray:
     )
 
 
-def _model(intrinsics: dict[str, float], mount: dict[str, float], where: str) -> dict[str, Any]:
-    """Return what an image has of its camera: the forward polynomial, in units of its slope, is
-    the lens.
+def _camera_calibration(
+    intrinsics: dict[str, float],
+    mount: dict[str, float],
+    where: str,
+) -> Calibration:
+    """Return the calibration of a camera: the forward polynomial, in units of its slope, is the
+    lens.
     """
     with parsing(where, "has no f-theta calibration"):
         forward = [float(intrinsics[f"fw_poly_{power}"]) for power in range(5)]
         focal = forward[1]
-        width = int(intrinsics["width"])
-        height = int(intrinsics["height"])
         camera = np.array([[focal, 0, intrinsics["cx"]], [0, focal, intrinsics["cy"]], [0, 0, 1]])
-        return {
-            "intrinsics": camera,
-            "cam2ego": _mount(mount, where),
-            "dist_model": "ftheta",
-            "dist": tuple(one / focal for one in forward),
-            "width": width,
-            "height": height,
-            "made": True,
-            "encoded_of": "video",
-            "extension": "jpg",
-            "num_bytes": width * height // 5,
-        }
+        return Calibration(
+            intrinsics=camera,
+            sensor2ego=_mount(mount, where),
+            width=int(intrinsics["width"]),
+            height=int(intrinsics["height"]),
+            dist=tuple(coefficient / focal for coefficient in forward),
+            dist_model="ftheta",
+        )

@@ -17,7 +17,15 @@ import pyarrow as pa
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.rigid import invert_rigid
-from fuelrail.sharding.sources.adapter.frame import Absent, BoxRows, Clip, Frame, Image, Sensors
+from fuelrail.sharding.sources.adapter.frame import (
+    Absent,
+    BoxRows,
+    Calibration,
+    Clip,
+    Frame,
+    Image,
+    Sensors,
+)
 from fuelrail.sharding.sources.adapter.poses import Trajectory, pose
 from fuelrail.sharding.sources.adapter.source import FrameSettings, FrameSource
 from fuelrail.sharding.sources.shared.arrow import (
@@ -174,21 +182,26 @@ class Py123d(FrameSource[Py123dSettings]):
         cam2ego = _matrices(np.array([stated["camera_to_imu_se3"]]), log)[0]
         cam2global = _poses(table, f"{modality}.camera_to_global_se3", log)
         lens = () if stated.get("is_undistorted") else tuple(stated.get("distortion") or ())
-        common = {
-            "intrinsics": np.array([[fx, skew, cx], [0, fy, cy], [0, 0, 1]]),
-            "cam2ego": cam2ego,
-            "dist": lens,
-            "dist_model": "opencv_radtan" if lens else "none",
-            "width": stated["width"],
-            "height": stated["height"],
-        }
+        calibration = Calibration(
+            intrinsics=np.array([[fx, skew, cx], [0, fy, cy], [0, 0, 1]]),
+            sensor2ego=cam2ego,
+            width=stated["width"],
+            height=stated["height"],
+            dist=lens,
+            dist_model="opencv_radtan" if lens else "none",
+        )
         found: list[Image | Absent] = []
         for row, (ref, time_ns) in enumerate(
             zip(_refs(table, log, modality, mapped), _times(table, modality), strict=True)
         ):
             known = not np.isnan(cam2global[row]).any()
             own = cam2global[row] @ invert_rigid(cam2ego) if known else None
-            image = Image(ref=ref or "", timestamp_ns=int(time_ns), ego2global=own, **common)
+            image = Image(
+                ref=ref or "",
+                timestamp_ns=int(time_ns),
+                calibration=calibration,
+                ego2global=own,
+            )
             found.append(image if ref else Absent("no image"))
         return found
 
