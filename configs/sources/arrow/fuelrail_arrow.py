@@ -405,11 +405,11 @@ class ArrowRows(Manifest):
                         raise ValueError(
                             f"it has no column '{min(missing)}', as '{self._file_names[0]}' has"
                         )
-                    yield self._make_table(name, part, num_rows_of_file, num_rows)
+                    yield self._make_table(name, part, row=num_rows_of_file, number=num_rows)
                     num_rows_of_file += len(part.batch)
                     num_rows += len(part.batch)
 
-    def _make_table(self, name: str, part: _Part, row: int, number: int) -> pa.Table:
+    def _make_table(self, name: str, part: _Part, *, row: int, number: int) -> pa.Table:
         """Return rows, the first of which is number ``row`` of the file, and ``number`` of all."""
         size = len(part.batch)
         table: dict[str, Any] = {CLIP: [f"{name}/{part.group}"] * size}
