@@ -167,7 +167,8 @@ class Detector(nn.Module):
         points = torch.cat(points_of_height)  # [P, 4]: x, y, z, 1
         is_valid = batch["cam_valid"][..., None, None] != 0
         ego2img = torch.where(is_valid, batch["ego2img"], 0).nan_to_num()
-        projected = (ego2img[:, :, None, :3].float() * points[:, None]).sum(-1)  # [B, N, P, 3]
+        rows = ego2img[:, :, None, :3].float()
+        projected = (rows * points[:, None]).sum(-1)  # [B, N, P, 3]
         depth = projected[..., 2]
         pixels = projected[..., :2] / depth.clamp(min=0.1)[..., None] + 0.5
         height, width = batch["img"].shape[-2:]
@@ -179,9 +180,10 @@ class Detector(nn.Module):
             positions.flatten(0, 1)[:, None].clamp(-2, 2),
             align_corners=False,
         )
-        features = features[:, :, 0].unflatten(0, maps.shape[:2]) * is_seen[:, :, None]
+        features = features[:, :, 0].unflatten(0, maps.shape[:2])
         num_cameras = is_seen.sum(1).clamp(min=1)
-        means = features.sum(1) / num_cameras[:, None]
+        sums = (features * is_seen[:, :, None]).sum(1)
+        means = sums / num_cameras[:, None]
         return means.unflatten(2, (len(HEIGHTS_M), self.grid, self.grid)).flatten(1, 2)
 
     def losses(self, heat: Tensor, box: Tensor, batch: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -229,7 +231,8 @@ class Detector(nn.Module):
         cells = indices % self.grid**2
         rows = cells[:, None].expand(-1, 8, -1)
         values = box.flatten(2).gather(2, rows).transpose(1, 2)  # [B, K, 8]
-        centre = self.centres(box.device).flatten(0, 1)[cells] + values[..., :2] * self.cell_m
+        centre = self.centres(box.device).flatten(0, 1)[cells]
+        centre = centre + values[..., :2] * self.cell_m
         yaw = torch.atan2(values[..., 6], values[..., 7])
         columns = (
             centre,

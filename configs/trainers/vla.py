@@ -34,7 +34,10 @@ if TYPE_CHECKING:
     from fuelrail.bench.measure.records import StepRecord
     from fuelrail.bench.trainer.strategies.step import Parallel
 
-SAMPLES = {"transforms": TRANSFORMS, "window": fr.FrameWindow(frames=(0, 1, 2, 3), pad="mask")}
+SAMPLES = {
+    "transforms": TRANSFORMS,
+    "window": fr.FrameWindow(frames=(0, 1, 2, 3), pad="mask"),
+}
 VOCABULARY = 256
 METRES = 10.0
 
@@ -153,8 +156,10 @@ def make_prompt(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
     labels = batch.get("gt_labels_3d") or [no_objects] * len(batch["clip_id"])
     prompts = []
     for clip_id, objects in zip(batch["clip_id"], labels, strict=True):
-        name = torch.tensor(list(clip_id.encode()[-8:].rjust(8)), device=device)
-        prompts.append(torch.cat((name, (objects + 1) % VOCABULARY)))
+        letters = clip_id.encode()[-8:].rjust(8)
+        name = torch.tensor(list(letters), device=device)
+        words = (objects + 1) % VOCABULARY
+        prompts.append(torch.cat((name, words)))
     real = [torch.ones_like(prompt, dtype=torch.bool) for prompt in prompts]
     tokens = nn.utils.rnn.pad_sequence(prompts, batch_first=True)
     return tokens, nn.utils.rnn.pad_sequence(real, batch_first=True)

@@ -523,13 +523,15 @@ class PhysicalAi(FrameSource[PhysicalAiSettings]):
 
 def radar_channel(name: str) -> Channel:
     """Return the entry of the table for a radar."""
+    roles = {
+        "positions": (("x", "y", "z"),),
+        "vectors": (("vx", "vy", "vz"),),
+    }
     return Channel(
         name=name,
         kind="points",
         field=f"{name}.npy",
-        law=Law(
-            "ego_points", roles={"positions": (("x", "y", "z"),), "vectors": (("vx", "vy", "vz"),)}
-        ),
+        law=Law("ego_points", roles=roles),
         dtype="float32",
         axes=("point", "column"),
         shape=(None, len(RADAR)),

@@ -117,11 +117,17 @@ class Py123d(FrameSource[Py123dSettings]):
 
     def clips(self) -> Iterator[Clip]:
         for log in self._list_logs():
-            split = _SPLIT.search(log.partition("/")[0])
+            folder, _, _ = log.partition("/")
+            split = _SPLIT.search(folder)
             files: list[str] = []
             if self._logs is self.files:
                 files = [f"{log}/{name}.arrow" for name in (SYNC, *self._list_cameras(log))]
-            yield Clip(name=log, log_id=log, split=split[1] if split else "", files=tuple(files))
+            yield Clip(
+                name=log,
+                log_id=log,
+                split=split[1] if split else "",
+                files=tuple(files),
+            )
 
     def _list_logs(self) -> list[str]:
         """Return the logs, SPLIT/LOG."""
@@ -297,7 +303,12 @@ def _make_transforms(rows: np.ndarray, where: str) -> np.ndarray:
     return pose(rows[:, 3:], rows[:, :3], where)
 
 
-def _list_refs(table: pa.Table, log: str, modality: str, mapped: pa.Buffer) -> list[str | None]:
+def _list_refs(
+    table: pa.Table,
+    log: str,
+    modality: str,
+    mapped: pa.Buffer,
+) -> list[str | None]:
     """Return where each image is: a path, or a range of the file; None for no image."""
     refs: list[str | None] = []
     for chunk in table.column(f"{modality}.data").chunks:

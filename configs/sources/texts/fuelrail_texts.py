@@ -208,8 +208,11 @@ def _read_samples(
 ) -> Iterator[tuple[str, _SampleTexts]]:
     """Yield the names of samples, each with texts; a name may come again with more."""
     if is_lines:
-        lines = [(number, line) for number, line in enumerate(data.split(b"\n"), 1) if line.strip()]
-        records = [read_json(line, f"{where}, line {number}", Record) for number, line in lines]
+        records = [
+            read_json(line, f"{where}, line {number}", Record)
+            for number, line in enumerate(data.split(b"\n"), 1)
+            if line.strip()
+        ]
     elif data.lstrip()[:1] == b"[":
         records = read_json(data, where, list[Record])
     else:
