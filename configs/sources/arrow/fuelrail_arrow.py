@@ -58,6 +58,7 @@ _FAULTS: Final = "_faults"
 _HIDDEN: Final[dict[str, type]] = {_NAME: str, _FAULTS: str}
 """Columns of each row: the sample's name in the source, and what is wrong with its images."""
 _DEEPEST: Final = 3
+"""Folders below one another that are looked into."""
 _UNCOMPRESSED: Final = "write them without compression, or Parquet"
 _ROW_REF: Final = re.compile(r"(.+)#row=(\d{1,9})\.(\d{1,9})&(.+)\.(?:jpg|png)\Z", re.DOTALL)
 _SPLIT: Final = re.compile(
@@ -96,6 +97,8 @@ class _Feature(msgspec.Struct, frozen=True):
 
 
 class _Info(msgspec.Struct, frozen=True):
+    """The features of the columns, by name; those that are objects are :class:`_Feature`."""
+
     features: dict[str, Any] = {}
 
 
@@ -288,6 +291,7 @@ class ArrowRows(Manifest):
 
     @property
     def _has_times(self) -> bool:
+        """Whether a column has the times of samples."""
         return any(target in TIME_COLUMNS for target in self._layout.targets.values())
 
     @property
@@ -609,6 +613,7 @@ def _is_picture(data: pa.Array) -> bool:
 
 
 def _to_json(value: Any) -> str | None:
+    """Return a value as JSON text; None for null."""
     return None if value is None else msgspec.json.encode(value).decode()
 
 
