@@ -353,7 +353,7 @@ def main(
             f"{len(report.loaded)} tensors loaded, {report.unexpected} unknown, "
             f"{report.other_shape}"
         )
-    loading = {**SAMPLES, "device": parallel.device, "world": parallel.mesh}
+    loading: dict[str, Any] = {**SAMPLES, "device": parallel.device, "world": parallel.mesh}
     with (
         fr.DataLoader(
             options.dataset,

@@ -223,7 +223,7 @@ def main(
             on_step(record, losses)
 
     parallel = divide(strategy=strategy)
-    loading = {**SAMPLES, "device": parallel.device, "world": parallel.mesh}
+    loading: dict[str, Any] = {**SAMPLES, "device": parallel.device, "world": parallel.mesh}
     with (
         fr.DataLoader(
             options.dataset,

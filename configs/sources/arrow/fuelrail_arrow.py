@@ -424,13 +424,14 @@ class ArrowRows(Manifest):
         for column, target in self._layout.targets.items():
             values = _read_column(part.batch, column)
             is_camera = target.startswith("cam.") and target.endswith(".path")
-            if is_camera and _find_bytes(values) is not None:
-                prefix = target.removesuffix("path")
+            data = _find_bytes(values) if is_camera else None
+            if data is not None:
                 table |= self._find_images(
                     name,
                     part,
                     column=column,
-                    prefix=prefix,
+                    data=data,
+                    prefix=target.removesuffix("path"),
                     faults=faults,
                 )
             elif target.startswith(VALUE) and _is_json(values.type):
@@ -453,6 +454,7 @@ class ArrowRows(Manifest):
         part: _Part,
         *,
         column: str,
+        data: pa.Array,
         prefix: str,
         faults: list[dict[str, str]],
     ) -> dict[str, pa.Array]:
@@ -461,7 +463,6 @@ class ArrowRows(Manifest):
         """
         camera = prefix.removeprefix("cam.").removesuffix(".").lower()
         values = _read_column(part.batch, column)
-        data = _find_bytes(values)
         paths: list[str | None] = [None] * len(data)
         if pa.types.is_struct(values.type) and values.type.get_field_index("path") >= 0:
             paths = pc.struct_field(values, "path").to_pylist()

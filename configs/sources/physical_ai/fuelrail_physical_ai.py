@@ -359,7 +359,7 @@ class PhysicalAi(FrameSource[PhysicalAiSettings]):
             for name in self._radars
             if self._has_table(name, clip)
         }
-        trajectory = self.poses(clip) if scans else None
+        trajectory = self.poses(clip)
         calibrations = {
             camera: _make_calibration(intrinsics[camera], mounts[camera], where) for camera in times
         }
@@ -385,7 +385,7 @@ class PhysicalAi(FrameSource[PhysicalAiSettings]):
                 )
             sweeps: dict[str, Sweep] = {}
             spin = _find_nearest(spins, time)
-            if spin is not None:
+            if spin is not None and lidar2ego is not None:
                 sweeps[LIDAR] = Sweep(
                     ref=f"{LIDAR}/{place}/{spin}",
                     timestamp_ns=int(spins[spin]),
@@ -503,8 +503,8 @@ class PhysicalAi(FrameSource[PhysicalAiSettings]):
         """Decode frames: each video is taken from its zip into a temporary file."""
         numbers_of_video: dict[str, list[int]] = {}
         for ref in refs:
-            video, _, number = ref.rpartition(FRAME)
-            numbers_of_video.setdefault(video, []).append(int(number))
+            video, _, digits = ref.rpartition(FRAME)
+            numbers_of_video.setdefault(video, []).append(int(digits))
         form = self.stored or JpegForm(self.settings.video_quality)
         for video, numbers in numbers_of_video.items():
             camera, chunk, clip_id = video.split("/")
@@ -523,15 +523,17 @@ class PhysicalAi(FrameSource[PhysicalAiSettings]):
 
 def radar_channel(name: str) -> Channel:
     """Return the entry of the table for a radar."""
-    roles = {
-        "positions": (("x", "y", "z"),),
-        "vectors": (("vx", "vy", "vz"),),
-    }
     return Channel(
         name=name,
         kind="points",
         field=f"{name}.npy",
-        law=Law("ego_points", roles=roles),
+        law=Law(
+            "ego_points",
+            roles={
+                "positions": (("x", "y", "z"),),
+                "vectors": (("vx", "vy", "vz"),),
+            },
+        ),
         dtype="float32",
         axes=("point", "column"),
         shape=(None, len(RADAR)),

@@ -63,22 +63,6 @@ class _Modality(NamedTuple):
     mapped: pa.Buffer
 
 
-class _Modality(NamedTuple):
-    """The table of a modality, what its metadata states, and the file as it is mapped."""
-
-    table: pa.Table
-    metadata: dict[str, Any]
-    mapped: pa.Buffer
-
-
-class _Modality(NamedTuple):
-    """The table of a modality, what its metadata states, and the file as it is mapped."""
-
-    table: pa.Table
-    metadata: dict[str, Any]
-    mapped: pa.Buffer
-
-
 class Py123d(FrameSource[Py123dSettings]):
     """Logs of py123d (SPLIT/LOG/sync.arrow): pinhole cameras, poses, boxes with the numbers of
     their labels.

@@ -257,15 +257,16 @@ def _read_record(record: Record, where: str, by: str | None) -> tuple[str, _Samp
         value = _read_value(raw)
         if value is not None:
             fields[_name_channel(key)] = value
-    lists = {key: value for key, value in fields.items() if isinstance(value, list)}
-    sizes = {key: len(value) for key, value in lists.items()}
+    sizes = {key: len(value) for key, value in fields.items() if isinstance(value, list)}
     if len(set(sizes.values())) > 1:
         text = ", ".join(f"{key} {size}" for key, size in sizes.items())
         raise fr.errors.SourceError(f"{where}: its lists of texts differ in length: {text:.200}")
     entries: list[dict[str, str]] = []
     for number in range(max(sizes.values(), default=1)):
-        texts_of_entry = {key: texts[number] for key, texts in lists.items()}
-        entries.append({**fields, **texts_of_entry})
+        entry: dict[str, str] = {}
+        for key, value in fields.items():
+            entry[key] = value[number] if isinstance(value, list) else value
+        entries.append(entry)
     return name, _SampleTexts(entries, {})
 
 
