@@ -37,7 +37,7 @@ from fuelrail.bench.measure.records import (
     StepRecord,
     rank_path,
 )
-from fuelrail.pipeline.runtime.host import usable_cpus
+from fuelrail.pipeline.runtime.host import ranks_on_host, usable_cpus
 
 # Gaps between two phases that belong to one: the loss is computed before backward, gradients are
 # clipped after it, and a model that is compiled with its hooks shows no forward pass. All other
@@ -445,6 +445,7 @@ class Recorder:
                 backend=dist.get_backend() if has_backend else None,
                 num_parameters=self.num_parameters,
                 world=self.world,
+                ranks_on_host=ranks_on_host(),
                 num_workers=self.num_workers,
             )
         )

@@ -209,6 +209,14 @@ def build_report(logs: dict[int, RankLog], *, world: int) -> WatchReport:
     warm_up = max(warm_up, num_records - _MAX_RECORDS)
     window = window_of([log.steps for log in logs.values()], warm_up)
     machine = machine_facts()
+    headers = [log.header for log in logs.values() if log.header is not None]
+    on_host = max((header.ranks_on_host for header in headers), default=1)
+    is_crowded = on_host > machine.num_cpus
+    if is_crowded:
+        warnings.append(
+            f"{on_host} ranks share {machine.num_cpus:g} CPUs: what their collectives take is not "
+            "told apart from waits for a CPU"
+        )
     report = WatchReport(
         schema=SCHEMA,
         version=VERSION,
@@ -272,9 +280,10 @@ def build_report(logs: dict[int, RankLog], *, world: int) -> WatchReport:
         occupancy=occupancy,
         findings=find_causes(
             inside,
-            num_workers=max(log.header.num_workers if log.header else 0 for log in logs.values()),
+            num_workers=max((header.num_workers for header in headers), default=0),
             num_cpus=machine.num_cpus,
             is_loaded=cpu.disturbed is not None,
+            is_crowded=is_crowded,
         ),
         ranks=ranks,
         times=times,
