@@ -37,6 +37,7 @@ from fuelrail.bench.measure.records import (
     StepRecord,
     rank_path,
 )
+from fuelrail.pipeline.runtime.host import ranks_on_host
 
 # Gaps between two phases that belong to one: the loss is computed before backward, gradients are
 # clipped after it, and a model that is compiled with its hooks shows no forward pass. All other
@@ -325,7 +326,10 @@ class Recorder:
             assert self.folder is not None
             self.folder.mkdir(parents=True, exist_ok=True)
             self._writer = self._files.enter_context(RankWriter(rank_path(self.folder, self.rank)))
-            self._writer.write(RankHeader(world=self.world, num_workers=self.num_workers))
+            header = RankHeader(
+                world=self.world, ranks_on_host=ranks_on_host(), num_workers=self.num_workers
+            )
+            self._writer.write(header)
         self._writer.write(record)
 
     @contextlib.contextmanager

@@ -190,7 +190,8 @@ class RankHeader(msgspec.Struct, frozen=True, kw_only=True, tag="header"):
     """Facts on a rank before its first step.
 
     ``peak_tflops``: of its GPU, in the run's precision, where known. ``world``: number of ranks,
-    where a watched trainer says so; ``num_workers``: of its loader.
+    where a watched trainer says so, ``ranks_on_host``: of those on its host; ``num_workers``: of
+    its loader.
     """
 
     device: str = "unknown"
@@ -198,6 +199,7 @@ class RankHeader(msgspec.Struct, frozen=True, kw_only=True, tag="header"):
     num_parameters: int = 0
     peak_tflops: float | None = None
     world: int = 1
+    ranks_on_host: int = 1
     num_workers: int = 0
 
 

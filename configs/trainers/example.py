@@ -29,10 +29,12 @@ TRANSFORMS = Transforms(image=ImageAugment(height=64, width=176))
 
 
 def arguments(
-    argv: Sequence[str] | None = None, *, takes_actors: bool = False
+    argv: Sequence[str] | None = None,
+    *,
+    takes_actors: bool = False,
 ) -> argparse.Namespace:
-    """The command line of every example; of one that can have its batches made elsewhere, the
-    number of actors too.
+    """Parse the command line of every example; of one that can have its batches made elsewhere,
+    the number of actors too.
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("dataset", metavar="DATASET", help="folder of a Fuelrail dataset")
@@ -50,7 +52,11 @@ def arguments(
         help="where to save and resume",
     )
     parser.add_argument(
-        "--every", type=int, default=5, metavar="STEPS", help="steps between two checkpoints"
+        "--every",
+        type=int,
+        default=5,
+        metavar="STEPS",
+        help="steps between two checkpoints",
     )
     if takes_actors:
         parser.add_argument(
@@ -64,30 +70,39 @@ def arguments(
 
 
 def build_model() -> nn.Sequential:
-    """Guesses, from one image, how many boxes its sample has."""
+    """Return a model that guesses, from one image, how many boxes its sample has."""
     torch.manual_seed(0)
     backbone = nn.Sequential(
-        nn.Conv2d(3, 8, 8, 8), nn.ReLU(), nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Dropout(0.1)
+        nn.Conv2d(3, 8, 8, stride=8),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(4),
+        nn.Flatten(),
+        nn.Dropout(0.1),
     )
-    return nn.Sequential(backbone, nn.Linear(128, 32), nn.ReLU(), nn.Linear(32, 1))
+    return nn.Sequential(
+        backbone,
+        nn.Linear(128, 32),
+        nn.ReLU(),
+        nn.Linear(32, 1),
+    )
 
 
 def inputs(batch: dict[str, Any]) -> torch.Tensor:
-    """The batch's images as the model wants them: float32 [B * N, 3, H, W] in 0 .. 1."""
+    """Return the batch's images as the model takes them: float32 [B * N, 3, H, W] in 0 .. 1."""
     images: torch.Tensor = batch["img"]
     return images.flatten(0, 1).float() / 255
 
 
 def targets(batch: dict[str, Any]) -> torch.Tensor:
-    """Number of boxes of each sample, for each of its images: float32 [B * N, 1]."""
+    """Return the number of boxes of each sample, for each of its images: float32 [B * N, 1]."""
+    images: torch.Tensor = batch["img"]
     counts = torch.tensor([float(len(boxes)) for boxes in batch["gt_boxes_3d"]])
-    return counts.repeat_interleave(batch["img"].shape[1])[:, None].to(
-        batch["img"].device, non_blocking=True
-    )
+    counts_of_images = counts.repeat_interleave(images.shape[1])[:, None]
+    return counts_of_images.to(images.device, non_blocking=True)
 
 
 def own_device() -> torch.device:
-    """This rank's GPU, or the CPU."""
+    """Return this rank's GPU, or the CPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -106,7 +121,9 @@ def join_group() -> None:
 
 
 def forever(loader: Any) -> Iterator[Any]:
-    """Epoch after epoch; the loader advances automatically, a restored one from its position."""
+    """Yield epoch after epoch; the loader advances automatically, a restored one from its
+    position.
+    """
     while True:
         yield from loader
 
@@ -124,34 +141,32 @@ class Checkpoints:
         self.stopped = False
         self._terminated = False
         self._folder: Path = options.checkpoint / name
-        self._every = options.every
-        self._steps = options.steps
-        self._saved = None
+        self._every: int = options.every
+        self._steps: int = options.steps
+        self._saved: Path | None = None
         self._rank = int(os.environ.get("RANK", "0"))
         self.listen()
 
     def listen(self) -> None:
         """Note SIGTERM from here on; again where a framework has set a handler of its own."""
 
-        def note(*_: object) -> None:
+        def note_signal(*_: object) -> None:
             self._terminated = True
 
-        signal.signal(signal.SIGTERM, note)
+        signal.signal(signal.SIGTERM, note_signal)
 
     def newest(self) -> Path | None:
-        """The checkpoint of the most steps, None if there is none; what killed saves left is
-        removed.
+        """Return the checkpoint of the most steps, None if there is none; what killed saves left
+        is removed.
         """
         if self._rank == 0:
-            for left in self._folder.glob("unfinished-*"):
-                shutil.rmtree(left)
-        self._saved = max(
-            self._folder.glob("step-*"), key=lambda path: int(path.name[5:]), default=None
-        )
+            for folder in self._folder.glob("unfinished-*"):
+                shutil.rmtree(folder)
+        self._saved = max(self._folder.glob("step-*"), key=count_steps, default=None)
         return self._saved
 
     def batches(self, loader: Any, first: int) -> Iterator[tuple[int, Any]]:
-        """The steps that are left, the first of which is ``first``, each with its batch."""
+        """Yield the steps from ``first`` to the last, each with its batch."""
         for step, batch in zip(range(first, self._steps), forever(loader), strict=False):
             self.restore_generators()
             yield step, batch
@@ -162,16 +177,19 @@ class Checkpoints:
         """Before the first step: set this rank's random generators to those of the newest
         checkpoint.
         """
-        file = None if self._saved is None else self._saved / f"generators-{self._rank}.pt"
-        if file is not None and file.exists():  # not on more ranks than it was saved on
-            saved = torch.load(file, weights_only=True)
-            torch.set_rng_state(saved["cpu"])
-            if torch.cuda.is_available() and "cuda" in saved:
-                torch.cuda.set_rng_state(saved["cuda"])
+        folder = self._saved
         self._saved = None
+        if folder is None:
+            return
+        file = folder / f"generators-{self._rank}.pt"
+        if file.exists():  # not on more ranks than it was saved on
+            states = torch.load(file, weights_only=True)
+            torch.set_rng_state(states["cpu"])
+            if torch.cuda.is_available() and "cuda" in states:
+                torch.cuda.set_rng_state(states["cuda"])
 
     def due(self, num_steps: int) -> bool:
-        """Whether to save now that this number of steps is done."""
+        """Return whether to save now that this number of steps is done."""
         terminated = torch.tensor(float(self._terminated), device=own_device())
         if dist.is_initialized():
             dist.all_reduce(terminated)  # the signal reaches the ranks in different steps
@@ -180,7 +198,7 @@ class Checkpoints:
 
     @contextmanager
     def saving(self, num_steps: int) -> Iterator[Path]:
-        """A folder for the files of all ranks, which is then the newest checkpoint; of the
+        """Yield a folder for the files of all ranks, which is then the newest checkpoint; of the
         others one is kept.
         """
         folder = self._folder / f"unfinished-{num_steps}"
@@ -196,12 +214,17 @@ class Checkpoints:
                 sync(path)
             folder.rename(self._folder / f"step-{num_steps}")
             sync(self._folder)
-            for number in sorted(int(path.name[5:]) for path in self._folder.glob("step-*"))[:-2]:
-                old = (self._folder / f"step-{number}").rename(
-                    self._folder / f"unfinished-{number}"
-                )
-                shutil.rmtree(old)
+            checkpoints = sorted(self._folder.glob("step-*"), key=count_steps)
+            for checkpoint in checkpoints[:-2]:
+                unfinished = self._folder / f"unfinished-{count_steps(checkpoint)}"
+                checkpoint.rename(unfinished)
+                shutil.rmtree(unfinished)
         barrier()
+
+
+def count_steps(checkpoint: Path) -> int:
+    """Return the number of steps after which a checkpoint was saved, by its name."""
+    return int(checkpoint.name.removeprefix("step-"))
 
 
 def barrier() -> None:
@@ -220,13 +243,11 @@ def sync(path: Path) -> None:
 
 
 def report(step: int, loss: float | None, batch: dict[str, Any]) -> None:
-    """One line for a step; a rank that does not know the loss leaves it out."""
+    """Print a line for a step; a rank that does not know the loss leaves it out."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     result = "" if loss is None else f" loss {loss:.6f}"
+    keys = " ".join(batch["sample_key"])
     print(  # noqa: T201
-        (
-            f"rank {rank} step {step} epoch {batch['epoch']}{result} samples "
-            f"{' '.join(batch['sample_key'])}"
-        ),
+        f"rank {rank} step {step} epoch {batch['epoch']}{result} samples {keys}",
         flush=True,
     )

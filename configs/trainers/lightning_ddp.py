@@ -31,21 +31,26 @@ class Counter(pl.LightningModule):
         self.dataset = dataset
 
     def train_dataloader(self) -> DataLoader:
-        """One rank's loader; Lightning moves its batches to the device."""
+        """Return one rank's loader; Lightning moves its batches to the device."""
         loader = DataLoader(
-            self.dataset, batch_size=2, shuffle=True, drop_last=True, transforms=TRANSFORMS, seed=7
+            self.dataset,
+            batch_size=2,
+            shuffle=True,
+            drop_last=True,
+            transforms=TRANSFORMS,
+            seed=7,
         )
         loader.set_epoch(self.current_epoch)  # all that Lightning restores at an epoch's end
         return loader
 
     def training_step(self, batch: dict[str, Any]) -> torch.Tensor:
-        """One batch."""
+        """Return the loss of one batch."""
         loss = mse_loss(self.model(inputs(batch)), targets(batch))
         report(self.global_step, loss.item(), batch)
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """The optimiser."""
+        """Return the optimiser."""
         return torch.optim.AdamW(self.parameters(), 1e-3)
 
 
@@ -87,7 +92,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         callbacks=Save(checkpoints),
     )
     trainer.fit(
-        Counter(options.dataset), ckpt_path=saved and saved / "lightning.ckpt", weights_only=True
+        Counter(options.dataset),
+        ckpt_path=None if saved is None else saved / "lightning.ckpt",
+        weights_only=True,
     )
 
 

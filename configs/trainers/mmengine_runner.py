@@ -35,7 +35,7 @@ class ExampleModel(BaseModel):
         self.model = build_model()
 
     def forward(self, mode: str = "loss", **batch: Any) -> dict[str, torch.Tensor]:  # noqa: ARG002
-        """The losses of a batch."""
+        """Return the losses of a batch."""
         loss = mse_loss(self.model(inputs(batch)), targets(batch))
         report(MessageHub.get_current_instance().get_info("iter"), loss.item(), batch)
         return {"loss": loss}
@@ -59,8 +59,8 @@ class SaveHook(Hook):
             runner.train_loop.stop_training = self.checkpoints.stopped
 
 
-def config(dataset: str, steps: int, folder: str) -> dict[str, Any]:
-    """The runner's config."""
+def make_config(dataset: str, steps: int, folder: str) -> dict[str, Any]:
+    """Return the runner's config."""
     return {
         "experiment_name": f"example-{steps}",
         "work_dir": folder,
@@ -100,10 +100,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     if "RANK" in os.environ and not torch.cuda.is_available() and not dist.is_initialized():
         dist.init_process_group("gloo")  # MMEngine would look for a GPU
     checkpoints = Checkpoints(options, "mmengine")
-    made = config(options.dataset, options.steps, str(options.checkpoint))
+    config = make_config(options.dataset, options.steps, str(options.checkpoint))
     if saved := checkpoints.newest():
-        made |= {"load_from": str(saved / "state.pth"), "resume": True}
-    runner = Runner.from_cfg(Config(made))
+        config["load_from"] = str(saved / "state.pth")
+        config["resume"] = True
+    runner = Runner.from_cfg(Config(config))
     runner.register_hook(SaveHook(checkpoints))
     runner.train()
 

@@ -39,8 +39,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     device = own_device()
     mesh = init_device_mesh(device.type, (2,), mesh_dim_names=("pp",))
     rank = mesh.get_local_rank()
-    whole = build_model().to(device)
-    part = whole[:1] if rank == 0 else whole[1:]
+    model = build_model().to(device)
+    part = model[:1] if rank == 0 else model[1:]
     stage = PipelineStage(
         part, stage_index=rank, num_stages=2, device=device, group=mesh.get_group()
     )

@@ -34,7 +34,10 @@ if TYPE_CHECKING:
     from fuelrail.bench.measure.records import StepRecord
     from fuelrail.bench.trainer.strategies.step import Parallel
 
-SAMPLES = {"transforms": TRANSFORMS, "window": fr.FrameWindow(frames=(0, 1, 2, 3), pad="mask")}
+SAMPLES = {
+    "transforms": TRANSFORMS,
+    "window": fr.FrameWindow(frames=(0, 1, 2, 3), pad="mask"),
+}
 VOCABULARY = 256
 METRES = 10.0
 
@@ -54,17 +57,30 @@ class Vla(nn.Module):
     ) -> None:
         super().__init__()
         self.vision = nn.Sequential(
-            nn.Conv2d(3, width, patch, patch), nn.GELU(), nn.Conv2d(width, width, 1)
+            nn.Conv2d(3, width, patch, stride=patch),
+            nn.GELU(),
+            nn.Conv2d(width, width, 1),
         )
-        self.places = nn.Sequential(nn.Linear(16, width), nn.GELU(), nn.Linear(width, width))
+        self.places = nn.Sequential(
+            nn.Linear(16, width),
+            nn.GELU(),
+            nn.Linear(width, width),
+        )
         self.words = nn.Embedding(VOCABULARY, width)
         self.future = nn.Embedding(frames, width)
-        self.blocks = nn.ModuleList(
+        blocks = [
             nn.TransformerEncoderLayer(
-                width, 4, 4 * width, dropout, "gelu", batch_first=True, norm_first=True
+                width,
+                nhead=4,
+                dim_feedforward=4 * width,
+                dropout=dropout,
+                activation="gelu",
+                batch_first=True,
+                norm_first=True,
             )
             for _ in range(depth)
-        )
+        ]
+        self.blocks = nn.ModuleList(blocks)
         self.norm = nn.LayerNorm(width)
         self.waypoint = nn.Linear(width, 2)
         self.next_word = nn.Linear(width, VOCABULARY)
@@ -73,60 +89,61 @@ class Vla(nn.Module):
         """Return the losses by name; in evaluation mode the trajectory [B, frames, 2] in metres."""
         images = batch["img"]
         cam2ego = batch["cam2ego"]
-        if "frame_valid" in batch:  # with a window: what is known now
-            # [B, N, 3, H, W]
+        if "frame_valid" in batch:  # with a window: the first frame is now
             images = images[:, 0]
             cam2ego = cam2ego[:, 0]
-        seen = (
-            self.vision(images.flatten(0, 1).float() / 127.5 - 1).flatten(2).transpose(1, 2)
-        )  # [B*N, P, C]
-        seen = seen + self.places(cam2ego.flatten(0, 1).flatten(1).nan_to_num())[:, None]
-        seen = seen.reshape(len(images), -1, seen.shape[-1])
-        tokens, real = prompt_of(batch)
-        asked = self.future.weight.expand(len(images), -1, -1)
-        hidden = torch.cat((seen, self.words(tokens[:, :-1]), asked), dim=1)
-        count = hidden.shape[1]
-        words = tokens.shape[1] - 1
-        mask = mask_of(count, seen.shape[1], images.device)
-        hides = torch.zeros(len(images), count, dtype=torch.bool, device=images.device)
+        # Images are [B, N, 3, H, W].
+        pixels = images.flatten(0, 1).float() / 127.5 - 1
+        patches = self.vision(pixels).flatten(2).transpose(1, 2)  # [B * N, P, C]
+        cameras = cam2ego.flatten(0, 1).flatten(1).nan_to_num()
+        patches = patches + self.places(cameras)[:, None]
+        patches = patches.reshape(len(images), -1, patches.shape[-1])  # [B, N * P, C]
+        tokens, is_real = make_prompt(batch)
+        words = self.words(tokens[:, :-1])
+        waypoints = self.future.weight.expand(len(images), -1, -1)
+        hidden = torch.cat((patches, words, waypoints), dim=1)
+        num_patches = patches.shape[1]
+        words_end = num_patches + words.shape[1]
+        mask = make_mask(hidden.shape[1], num_patches, images.device)
+        is_padding = torch.zeros(hidden.shape[:2], dtype=torch.bool, device=images.device)
         # Each prompt without its last word, also where others are longer: what is said must not
         # depend on the batch.
-        hides[:, seen.shape[1] : seen.shape[1] + words] = ~real[:, 1:]
+        is_padding[:, num_patches:words_end] = ~is_real[:, 1:]
         for block in self.blocks:
-            hidden = block(hidden, src_mask=mask, src_key_padding_mask=hides)
+            hidden = block(hidden, src_mask=mask, src_key_padding_mask=is_padding)
         hidden = self.norm(hidden)
-        trajectory = self.waypoint(hidden[:, -asked.shape[1] :]).float() * METRES
+        trajectory = self.waypoint(hidden[:, words_end:]).float() * METRES
         if not self.training:
             return {"trajectory": trajectory}
-        logits = self.next_word(hidden[:, seen.shape[1] : seen.shape[1] + words]).float()
-        losses = {
-            "words": mean_of(
-                F.cross_entropy(logits.mT, tokens[:, 1:], reduction="none"), real[:, 1:]
-            )
-        }
+        logits = self.next_word(hidden[:, num_patches:words_end]).float()
+        word_losses = F.cross_entropy(logits.mT, tokens[:, 1:], reduction="none")
+        losses = {"words": average_losses(word_losses, is_real[:, 1:])}
         if "frame_valid" in batch:
-            there, wanted = future_of(batch)
-            losses["trajectory"] = mean_of((trajectory - wanted).abs().sum(-1) / METRES, there)
+            exists, positions = read_future(batch)
+            distances = (trajectory - positions).abs().sum(-1) / METRES
+            losses["trajectory"] = average_losses(distances, exists)
         return losses
 
 
-def mean_of(losses: Tensor, real: Tensor) -> Tensor:
-    """The mean over samples of the mean of each one's real losses, both [B, T]."""
-    return ((losses * real).sum(1) / real.sum(1).clamp(min=1)).mean()
+def average_losses(losses: Tensor, mask: Tensor) -> Tensor:
+    """Return the mean over samples of the mean of each one's losses in the mask, both [B, T]."""
+    sums = (losses * mask).sum(1)
+    counts = mask.sum(1).clamp(min=1)
+    return (sums / counts).mean()
 
 
-def mask_of(count: int, images: int, device: torch.device) -> Tensor:
-    """What must not be seen, True in [T, T]: words and waypoints that come later.
+def make_mask(length: int, num_patches: int, device: torch.device) -> Tensor:
+    """Return what must not be seen, True in [T, T]: words and waypoints that come later.
 
     All see the images.
     """
-    later = torch.ones(count, count, dtype=torch.bool, device=device).triu(1)
-    later[:, :images] = False
-    return later
+    is_later = torch.ones(length, length, dtype=torch.bool, device=device).triu(1)
+    is_later[:, :num_patches] = False
+    return is_later
 
 
-def prompt_of(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """The prompt int64 [B, T], and which of its tokens are real, bool [B, T].
+def make_prompt(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Return the prompt int64 [B, T], and which of its tokens are real, bool [B, T].
 
     It is the first tokens of the channel `tokens`; without it the bytes of the clip's name, and a
     word for each object.
@@ -135,37 +152,39 @@ def prompt_of(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         tokens = batch["tokens"][:, :17].long() % VOCABULARY
         return tokens, torch.ones_like(tokens, dtype=torch.bool)
     device = batch["img"].device
-    names = [
-        torch.tensor(list(clip.encode()[-8:].rjust(8)), device=device) for clip in batch["clip_id"]
-    ]
-    objects = batch.get("gt_labels_3d") or [torch.empty(0, dtype=torch.long, device=device)] * len(
-        names
-    )
-    prompts = [
-        torch.cat((name, (labels + 1) % VOCABULARY))
-        for name, labels in zip(names, objects, strict=True)
-    ]
-    real = nn.utils.rnn.pad_sequence(
-        [torch.ones_like(one, dtype=torch.bool) for one in prompts], batch_first=True
-    )
-    return nn.utils.rnn.pad_sequence(prompts, batch_first=True), real
+    no_objects = torch.empty(0, dtype=torch.long, device=device)
+    labels = batch.get("gt_labels_3d") or [no_objects] * len(batch["clip_id"])
+    prompts = []
+    for clip_id, objects in zip(batch["clip_id"], labels, strict=True):
+        letters = clip_id.encode()[-8:].rjust(8)
+        name = torch.tensor(list(letters), device=device)
+        words = (objects + 1) % VOCABULARY
+        prompts.append(torch.cat((name, words)))
+    real = [torch.ones_like(prompt, dtype=torch.bool) for prompt in prompts]
+    tokens = nn.utils.rnn.pad_sequence(prompts, batch_first=True)
+    return tokens, nn.utils.rnn.pad_sequence(real, batch_first=True)
 
 
-def future_of(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Whether the clip has each later frame, [B, T - 1], and where the vehicle is then, in
+def read_future(batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Return whether the clip has each later frame, [B, T - 1], and where the vehicle is then, in
     metres [B, T - 1, 2].
     """
-    return batch["frame_valid"][:, 1:].float(), batch["ego2key"][:, 1:, :2, 3]
+    exists = batch["frame_valid"][:, 1:].float()
+    positions = batch["ego2key"][:, 1:, :2, 3]
+    return exists, positions
 
 
 def score(outputs: Mapping[str, Tensor], batch: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The mean distance of each sample's waypoints in metres, [B]; 0 at the end of a clip."""
-    there, wanted = future_of(batch)
-    distance = (outputs["trajectory"] - wanted).norm(dim=-1)
-    return {"distance_m": (distance * there).sum(1) / there.sum(1).clamp(min=1)}
+    """Return the mean distance of each sample's waypoints in metres, [B]; 0 at the end of a
+    clip.
+    """
+    exists, positions = read_future(batch)
+    distances = (outputs["trajectory"] - positions).norm(dim=-1)
+    sums = (distances * exists).sum(1)
+    return {"distance_m": sums / exists.sum(1).clamp(min=1)}
 
 
-def divided(model: Callable[[], Vla] = Vla, **options: Any) -> Parallel:
+def divide(model: Callable[[], Vla] = Vla, **options: Any) -> Parallel:
     """Divide the model over the ranks, with its optimiser and schedule."""
     return bench.parallelise(
         model,
@@ -185,41 +204,48 @@ def main(
     all samples.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    strategy = words.pop(0).partition("=")[2] if words[0].startswith("--strategy=") else "fsdp2"
-    column = words.pop(0).partition("=")[2] if words[0].startswith("--balance=") else None
-    order = fr.OrderSpec(seed=7, balance=fr.Balance(cost=column) if column else None)
+    strategy = "fsdp2"
+    if words[0].startswith("--strategy="):
+        strategy = words.pop(0).removeprefix("--strategy=")
+    column = ""
+    if words[0].startswith("--balance="):
+        column = words.pop(0).removeprefix("--balance=")
+    balance = fr.Balance(cost=column) if column else None
+    order = fr.OrderSpec(seed=7, balance=balance)
     options = arguments(words)
-
     is_first = os.environ.get("RANK", "0") == "0"
 
-    def note(record: StepRecord, losses: dict[str, float]) -> None:
+    def report_step(record: StepRecord, losses: dict[str, float]) -> None:
         if is_first:
-            print(  # noqa: T201
-                f"step {record.step} "
-                + " ".join(f"{name} {value:.6f}" for name, value in losses.items())
-            )
+            text = " ".join(f"{name} {value:.6f}" for name, value in losses.items())
+            print(f"step {record.step} {text}")  # noqa: T201
         if on_step is not None:
             on_step(record, losses)
 
-    parallel = divided(strategy=strategy)
-    same = {**SAMPLES, "device": parallel.device, "world": parallel.mesh}
+    parallel = divide(strategy=strategy)
+    loading: dict[str, Any] = {**SAMPLES, "device": parallel.device, "world": parallel.mesh}
     with (
         fr.DataLoader(
-            options.dataset, batch_size=2, order=order, drop_last=True, seed=7, **same
-        ) as loader,
-        fr.DataLoader(options.dataset, batch_size=2, **same) as everything,
+            options.dataset,
+            batch_size=2,
+            order=order,
+            drop_last=True,
+            seed=7,
+            **loading,
+        ) as train_loader,
+        fr.DataLoader(options.dataset, batch_size=2, **loading) as test_loader,
         bench.Checkpoints(options.checkpoint / "vla") as checkpoints,
     ):
         bench.train(
             parallel,
-            loader,
+            train_loader,
             steps=options.steps,
             save_every=options.every,
             average=0.99,
             checkpoints=checkpoints,
-            on_step=note,
+            on_step=report_step,
         )
-        scores = bench.evaluate(parallel, everything, score)
+        scores = bench.evaluate(parallel, test_loader, score)
         if is_first:
             count = len(scores["sample_key"])
             distance_m = float(scores["distance_m"].mean())

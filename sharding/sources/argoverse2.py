@@ -14,7 +14,6 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 from msgspec import Meta
-from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
@@ -22,6 +21,7 @@ from fuelrail.sharding.sources.adapter.boxes import boxes_by_key
 from fuelrail.sharding.sources.adapter.frame import (
     NO_BOXES,
     BoxRows,
+    Calibration,
     Clip,
     Frame,
     Image,
@@ -370,7 +370,7 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
         rotations = stacked(mounts, QUATERNION)
         sensor2ego = pose(rotations, stacked(mounts, TRANSLATION), where)
         by_name = dict(zip(mounts["sensor_name"].tolist(), sensor2ego, strict=True))
-        calibration = {}
+        calibrations = {}
         for row, name in enumerate(lenses["sensor_name"].tolist()):
             fx, fy, cx, cy, width, height = (
                 lenses[column][row] for column in list(_INTRINSICS)[1:]
@@ -383,11 +383,9 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
                 ]
             )
             if name in by_name:
-                calibration[name] = Image(
-                    ref="",
-                    timestamp_ns=0,
+                calibrations[name] = Calibration(
                     intrinsics=k,
-                    cam2ego=by_name[name],
+                    sensor2ego=by_name[name],
                     width=int(width),
                     height=int(height),
                 )
@@ -398,7 +396,7 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
             num_images += len(stamps)
             if not len(stamps):
                 continue
-            if name not in calibration:
+            if name not in calibrations:
                 raise SourceError(
                     f"log '{self.files.shown}/{folder}' has images of {name}, but no row "
                     "for it in both tables of its calibration"
@@ -409,10 +407,10 @@ class Argoverse2(FrameSource[Argoverse2Settings]):
                 if number >= 0:
                     time = ordered[number]
                     ref = f"{folder}/sensors/cameras/{name}/{time}.jpg"
-                    images[frame_number][name] = replace(
-                        calibration[name],
+                    images[frame_number][name] = Image(
                         ref=ref,
                         timestamp_ns=time,
+                        calibration=calibrations[name],
                     )
         if not num_images:
             raise SourceError(

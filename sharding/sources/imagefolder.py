@@ -131,12 +131,7 @@ class ImageFolder(FrameSource[FrameSettings]):
                 f"'{self.files.shown}/{shortened(clip.name)}': the name cannot be printed: "
                 "rename it"
             )
-        image = Image(
-            ref=clip.name,
-            timestamp_ns=0,
-            intrinsics=None,
-            cam2ego=None,
-        )
+        image = Image(ref=clip.name, timestamp_ns=0)
         yield Frame(
             timestamp_ns=0,
             images={_CAMERA: image},

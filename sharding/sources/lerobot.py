@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 import msgspec
 import numpy as np
 import pyarrow as pa
-from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from fuelrail.pipeline.channels.sensors import RESERVED
@@ -519,33 +518,19 @@ class LeRobot(VideoSource[VideoSettings]):
         if feature in episode.videos:
             file, first_s = episode.videos[feature]
             ref = f"{file}{FRAME}{round((first_s + time_s) * self._meta.info.fps)}"
-            return self.video_frame(
-                Image(
-                    ref=ref,
-                    timestamp_ns=time_ns,
-                    intrinsics=None,
-                    cam2ego=None,
-                )
-            )
+            return self.video_frame(Image(ref=ref, timestamp_ns=time_ns))
         head = self._heads[feature]
         if isinstance(head, ConvertiblePng):
             self.noted[CONVERTED] += 1
         ref = f"{episode.data}#row={row}&{feature}"
-        image = Image(
+        return Image(
             ref=ref,
             timestamp_ns=time_ns,
-            intrinsics=None,
-            cam2ego=None,
-            made=True,
-        )
-        num_bytes = head.width * head.height
-        extension = EXTENSION_OF[head.format]
-        return replace(
-            image,
             width=head.width,
             height=head.height,
-            num_bytes=num_bytes,
-            extension=extension,
+            num_bytes=head.width * head.height,
+            made=True,
+            extension=EXTENSION_OF[head.format],
         )
 
     @cached_property

@@ -31,6 +31,7 @@ from fuelrail.pipeline.sample.image_header import probe
 from fuelrail.pipeline.text import shortened
 from fuelrail.sharding.sources.adapter.channels import ValueForms
 from fuelrail.sharding.sources.adapter.frame import (
+    Calibration,
     Clip,
     Frame,
     Image,
@@ -542,17 +543,15 @@ class WebDataset(FrameSource[WebDatasetSettings]):
                 image = Image(
                     ref=_make_ref(sample, member),
                     timestamp_ns=time_ns,
-                    intrinsics=None,
-                    cam2ego=None,
                     extension=EXTENSION_OF.get(suffix, "jpg"),
                     token=sample.key,
                 )
                 if self.settings.intrinsics:
-                    image = msgspec.structs.replace(
-                        image,
+                    calibration = Calibration(
                         intrinsics=facts.matrix(self.settings.intrinsics, 3, camera),
-                        cam2ego=facts.matrix(self.settings.cam2ego, 4, camera),
+                        sensor2ego=facts.matrix(self.settings.cam2ego, 4, camera),
                     )
+                    image = msgspec.structs.replace(image, calibration=calibration)
                 if sample.read is not None:
                     read = sample.read[member.name]
                     image = msgspec.structs.replace(

@@ -34,7 +34,7 @@ def test_a_changed_setting_makes_the_layer_of_its_builder_alone(tmp_path, capsys
         write_log(tmp_path / "openscene", clip)
     names = follow(GUIDES / "features-once.md")
     assert "poses: 0 rows made, 16 kept\nhistogram: 16 rows made\n" in capsys.readouterr().out
-    assert names["poses"].layer == names["kept"].layer
+    assert names["poses"].layer == names["same_poses"].layer
     assert len(list((tmp_path / "layers").iterdir())) == 3
 
     select = ["ego_trajectory", "poses.poses", "poses.exists", "fine.counts"]
@@ -59,7 +59,9 @@ def test_a_changed_setting_makes_the_layer_of_its_builder_alone(tmp_path, capsys
         assert np.array_equal(counts, expected.clip(max=5))
 
     source = (tmp_path / "builders.py").read_text()
-    (tmp_path / "builders.py").write_text(source.replace("clamp(max=most)", "clamp(0, most)"))
+    changed_source = source.replace("clamp(max=max_count)", "clamp(0, max_count)")
+    assert changed_source != source
+    (tmp_path / "builders.py").write_text(changed_source)
     del sys.modules["builders"]
     from builders import coming_poses, histogram
 

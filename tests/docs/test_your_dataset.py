@@ -70,7 +70,7 @@ def test_grain() -> None:
     names = follow(PAGE, "Grain")
     order = names["order"]
     iterator = iter(names["loader"])
-    assert [batch.tolist() for batch in names["seen"]] == [order[step] for step in range(20)]
+    assert [batch.tolist() for batch in names["batches"]] == [order[step] for step in range(20)]
     iterator.set_state(names["state"])
     assert [batch.tolist() for batch in iterator] == [order[step] for step in range(20, 45)]
 

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "configs" / "trainers"))
 def main(dataset: str, folder: str) -> None:
     torch.set_num_threads(1)
     example = importlib.import_module("vla")
-    example.divided = partial(example.divided, partial(example.Vla, dropout=0.0))
+    example.divide = partial(example.divide, partial(example.Vla, dropout=0.0))
     losses_by_run: dict[str, list[tuple[float | None, dict[str, float]]]] = {
         "plain": [],
         "balanced": [],

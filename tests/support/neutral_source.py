@@ -12,6 +12,7 @@ import numpy as np
 from fuelrail.sharding.sources.adapter.frame import (
     Absent,
     BoxRows,
+    Calibration,
     Clip,
     Frame,
     Image,
@@ -151,8 +152,10 @@ class Neutral(FrameSource[NeutralSettings]):
                 images[name] = Image(
                     ref=image["file" if is_made else self.settings.images],
                     timestamp_ns=image["t"],
-                    intrinsics=np.array(image["k"]),
-                    cam2ego=np.array(image["cam2ego"]),
+                    calibration=Calibration(
+                        intrinsics=np.array(image["k"]),
+                        sensor2ego=np.array(image["cam2ego"]),
+                    ),
                     extension="jpg",
                     width=size[0],
                     height=size[1],

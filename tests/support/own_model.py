@@ -132,7 +132,7 @@ def example(name: str, **options):
         if name == "detector"
         else partial(module.Vla, dropout=0.0)
     )
-    return module.divided(build, **options)
+    return module.divide(build, **options)
 
 
 def load(dataset: str, **options):

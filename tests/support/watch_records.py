@@ -30,10 +30,8 @@ def record(number: int, times: dict[str, float], **details: int) -> StepRecord:
     )
 
 
-def report_on(*ranks: list[StepRecord], world: int | None = None, num_workers: int = 0):
-    header = RankHeader(
-        device="d", backend="gloo", num_parameters=1, world=len(ranks), num_workers=num_workers
-    )
+def report_on(*ranks: list[StepRecord], world: int | None = None, **facts: int):
+    header = RankHeader(device="d", backend="gloo", num_parameters=1, world=len(ranks), **facts)
     logs = {rank: RankLog() for rank in range(world or len(ranks))}
     logs |= {rank: RankLog(header=header, steps=steps) for rank, steps in enumerate(ranks)}
     return build_report(logs)

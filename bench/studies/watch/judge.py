@@ -44,8 +44,8 @@ themselves.
 _ORDINARY: Final = 0.1
 """What ranks may lose in collectives, and by waiting for each other in turns: no two are alike."""
 _CONTENDED: Final = 0.15
-"""What ranks may lose so, or a rank in computing, where other processes take its CPUs; more where
-its threads stand in the queue.
+"""What ranks may lose so, or a rank in computing, where other processes or ranks take its CPUs;
+more where its threads stand in the queue.
 """
 _COMPUTES: Final = 0.6
 _WAITS: Final = 0.3
@@ -62,7 +62,7 @@ _MIN_STEPS = 10
 _MIN_SAMPLES = 5
 _LEAK_BYTES = 64 << 20
 _LOCKED_MS = 1.5
-_LOCKED_SHARE = 0.3
+_LOCKED_SHARE = 0.1
 _CROWDED = 1.5
 """Threads for each CPU."""
 
@@ -118,23 +118,27 @@ def find_causes(
     num_workers: int | None,
     num_cpus: float,
     is_loaded: bool,
+    is_crowded: bool = False,
 ) -> list[Finding]:
     """Return what certainly holds the accelerators up, the largest share first.
 
     ``ranks`` are the measured steps of each rank, as many of each; ``num_workers`` those of a
     rank's loader (None: nothing says what it does while the trainer waits), ``num_cpus`` of the
-    host, which is loaded where other processes use it too.
+    host, which is loaded where other processes use it too, and crowded where it has more ranks than
+    CPUs: collectives there are no finding, for ranks in them wait for each other's turn on a CPU.
     """
     steps = step_table(ranks.values())
     parts = part_times(steps)
     wall = steps["wall_ns"].mean(axis=0)
     lost = {part: parts[part].mean(axis=0) for part in _LOST}
-    lost["all_reduce"] = parts["all_reduce"].min(axis=0)
+    if not is_crowded:
+        lost["all_reduce"] = parts["all_reduce"].min(axis=0)
     collector = steps["collector_ns"].mean(axis=0)
     lost["other"] = np.maximum(0.0, lost["other"] - collector)
     loader = _explain_loader(steps, num_workers, num_cpus)
     ordinary = _ORDINARY
-    if is_loaded:
+    is_contended = is_loaded or is_crowded
+    if is_contended:
         queued_ns = steps["threads_queued_ns"].sum()
         ordinary = _CONTENDED + queued_ns / max(1, steps["cpu_wall_ns"].sum()) / 2
     findings = [
@@ -153,7 +157,7 @@ def find_causes(
         is_computing = part in BUSY
         is_one &= not is_computing or late_steps(steps)[row] >= MOSTLY
         share = _Share.of_steps(np.where(chosen, late.costs, 0.0), wall)
-        threshold = _CONTENDED if is_computing and is_loaded else _NOTABLE
+        threshold = _CONTENDED if is_computing and is_contended else _NOTABLE
         # Whether the other ranks' loaders had mostly made all their batches when asked for one: of
         # ranks that starve alike, one gets its batch last every time, while those of the others
         # are made when they come out of the collective.
@@ -318,7 +322,8 @@ def _find_lock(steps: NDArray[np.void]) -> list[Finding]:
     """Return whether other Python threads keep the loop from Python's lock."""
     samples = steps[steps["cpu_wall_ns"] > 0]
     waits_ms = samples["lock_ns"] / 1e6
-    if len(samples) < _MIN_SAMPLES or (waits_ms > _LOCKED_MS).mean() < _LOCKED_SHARE:
+    num_waits = np.count_nonzero(waits_ms > _LOCKED_MS)
+    if len(samples) < _MIN_SAMPLES or num_waits < max(2, _LOCKED_SHARE * len(samples)):
         return []
     used_ns = _background_ns(samples)
     if used_ns.sum() < samples["process_cpu_ns"].sum() / 2:
@@ -327,7 +332,7 @@ def _find_lock(steps: NDArray[np.void]) -> list[Finding]:
     share = _Share(float(used.mean()), float(used.min()), float(used.max()))
     text = (
         f"Other Python threads of the process compute {share} and hold Python's lock: the loop "
-        f"waits {np.quantile(waits_ms, 0.75):.1f} ms for it each time it comes back from torch."
+        f"waits {waits_ms.mean():.1f} ms for it each time it comes back from torch."
     )
     return [_finding(_Reason("interpreter lock"), "other", share, text)]
 

@@ -186,13 +186,20 @@ def build_report(logs: dict[int, RankLog]) -> WatchReport:
     warm_up = max(warm_up, num_records - _MAX_RECORDS)
     window = window_of(all_steps, warm_up)
     machine = machine_facts()
+    headers = [log.header for log in logs.values() if log.header is not None]
+    on_host = max((header.ranks_on_host for header in headers), default=1)
+    is_crowded = on_host > machine.num_cpus
+    warnings = [text] if missing else []
+    if is_crowded:
+        text = f"{on_host} ranks share {machine.num_cpus:g} CPUs: what their collectives take"
+        warnings.append(f"{text} is not told apart from waits for a CPU")
     report = WatchReport(
         schema=SCHEMA,
         version=VERSION,
         created=created_now(),
         machine=machine,
         options={},
-        warnings=[text] if missing else [],
+        warnings=warnings,
         num_ranks=len(logs),
         window=window,
         remedies=remedies,
@@ -243,9 +250,10 @@ def build_report(logs: dict[int, RankLog]) -> WatchReport:
         occupancy=occupancy_of(all_steps, window),
         findings=find_causes(
             inside,
-            num_workers=max(log.header.num_workers if log.header else 0 for log in logs.values()),
+            num_workers=max((header.num_workers for header in headers), default=0),
             num_cpus=machine.num_cpus,
             is_loaded=cpu.disturbed is not None,
+            is_crowded=is_crowded,
         ),
         ranks=ranks,
         times=times,

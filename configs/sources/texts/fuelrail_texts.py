@@ -31,7 +31,7 @@ from fuelrail.sharding.sources.shared.files import source_files
 from fuelrail.sharding.sources.shared.foreign import parsing, read_json, read_text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, KeysView, Sequence
 
 _NAMES: Final = ("sample_token", "token", "key")
 _LISTED: Final = 1000
@@ -91,11 +91,11 @@ class _Scene(msgspec.Struct, frozen=True):
     scene_description: str | None = None
 
 
-class _Entries(NamedTuple):
+class _SampleTexts(NamedTuple):
     """What a sample has: entries, each a text by name, and texts of the sample as a whole."""
 
-    rows: list[dict[str, str]]
-    whole: dict[str, str]
+    entries: list[dict[str, str]]
+    singles: dict[str, str]
 
 
 def import_texts(
@@ -122,191 +122,225 @@ def import_texts(
     one of the names, ConfigError for names that cannot be channels.
     """
     dataset = fr.open(base)
-    found = dict[str, _Entries]()
-    digests = list[str]()
+    texts: dict[str, _SampleTexts] = {}
+    digests: list[str] = []
     for path in map(Path, files):
         data = source_files(str(path.parent), path.name).read(path.name)
         where = f"file '{path}'"
         read_text(data, where)  # JSON of no stated type may hold other bytes
         digests.append(hashlib.sha256(data).hexdigest())
         with parsing(where):
-            for name, rows, whole in _entries(data, where, is_lines=path.suffix == ".jsonl", by=by):
-                own = found.setdefault(name, _Entries([], {}))
-                own.rows.extend(rows)
-                own.whole.update(whole)
-    of_row, unknown = _joined(dataset, found)
-    names = list(dict.fromkeys(name for own in found.values() for row in own.rows for name in row))
-    whole = list(dict.fromkeys(name for own in found.values() for name in own.whole))
-    size = _counter(count) if count is not None else None
-    numbers = [_ENTRIES, *(f"{name}_tokens" for name in names if size is not None)]
-    fixed = {"law": {"name": "fixed"}}
-    table = [
-        *({**fixed, "name": name, "kind": "texts", "field": f"{name}.json"} for name in names),
-        *(
-            {**fixed, "name": name, "kind": "text", "field": f"{name}.txt", "optional": True}
-            for name in whole
-        ),
-        *(
-            {**fixed, "name": name, "kind": "array", "field": f"{name}.npy", "dtype": "int64"}
-            for name in numbers
-        ),
-    ]
+            for name, sample in _read_samples(data, where, is_lines=path.suffix == ".jsonl", by=by):
+                merged = texts.setdefault(name, _SampleTexts([], {}))
+                merged.entries.extend(sample.entries)
+                merged.singles.update(sample.singles)
+    positions = _find_positions(dataset, texts.keys())
+    texts_of_position: dict[int, _SampleTexts] = {}
+    for name, sample in texts.items():
+        texts_of_position.update(dict.fromkeys(positions.get(name, ()), sample))
+    names: dict[str, None] = {}
+    single_names: dict[str, None] = {}
+    for sample in texts.values():
+        for entry in sample.entries:
+            names.update(dict.fromkeys(entry))
+        single_names.update(dict.fromkeys(sample.singles))
+    count_tokens = _make_counter(count) if count is not None else None
+    channels = _make_channels(names, single_names, has_tokens=count_tokens is not None)
     recipe = {
         "texts": digests,
         "by": by,
         "count": count if count is None or isinstance(count, str) else repr(count),
     }
-    with fr.LayerWriter(dataset, out, channels=table, recipe=recipe) as writer:
-        for position in range(len(dataset)) if not writer.is_finished else ():
-            rows, singles = of_row.get(position, _Entries([], {}))
-            texts = {name: [row.get(name, "") for row in rows] for name in names}
-            values = {**texts, **singles, _ENTRIES: np.int64(len(rows))}
-            if size is not None:
-                values |= {
-                    f"{name}_tokens": np.int64(sum(map(size, texts[name]))) for name in names
-                }
+    with fr.LayerWriter(dataset, out, channels=channels, recipe=recipe) as writer:
+        num_missing = 0 if writer.is_finished else len(dataset)
+        for position in range(num_missing):
+            sample = texts_of_position.get(position, _SampleTexts([], {}))
+            values: dict[str, Any] = {}
+            for name in names:
+                values[name] = [entry.get(name, "") for entry in sample.entries]
+            values |= sample.singles
+            values[_ENTRIES] = np.int64(len(sample.entries))
+            if count_tokens is not None:
+                for name in names:
+                    values[f"{name}_tokens"] = np.int64(sum(map(count_tokens, values[name])))
             writer.write(position, values)
+    num_entries = sum(len(sample.entries) for sample in texts_of_position.values())
     return TextsReport(
         layer=os.fspath(out),
         fingerprint=writer.finish().fingerprint,
-        channels=[one["name"] for one in table],
-        num_entries=sum(len(own.rows) for own in of_row.values()),
-        num_samples=len(of_row),
-        num_empty=len(dataset) - len(of_row),
-        unknown=unknown,
+        channels=[channel["name"] for channel in channels],
+        num_entries=num_entries,
+        num_samples=len(texts_of_position),
+        num_empty=len(dataset) - len(texts_of_position),
+        unknown=[name for name in texts if name not in positions],
     )
 
 
-def _entries(
-    data: bytes, where: str, *, is_lines: bool, by: str | None
-) -> Iterator[tuple[str, list[dict[str, str]], dict[str, str]]]:
-    """Yield the name of a sample, entries, and texts of the sample as a whole."""
+def _make_channels(
+    names: Iterable[str],
+    single_names: Iterable[str],
+    *,
+    has_tokens: bool,
+) -> list[dict[str, Any]]:
+    """Return the table of channels: texts of the entries, texts of the sample, numbers."""
+    law = {"name": "fixed"}
+    lists = [{"law": law, "name": name, "kind": "texts", "field": f"{name}.json"} for name in names]
+    singles = [
+        {"law": law, "name": name, "kind": "text", "field": f"{name}.txt", "optional": True}
+        for name in single_names
+    ]
+    number_names = [_ENTRIES]
+    if has_tokens:
+        number_names += [f"{name}_tokens" for name in names]
+    numbers = [
+        {"law": law, "name": name, "kind": "array", "field": f"{name}.npy", "dtype": "int64"}
+        for name in number_names
+    ]
+    return [*lists, *singles, *numbers]
+
+
+def _read_samples(
+    data: bytes,
+    where: str,
+    *,
+    is_lines: bool,
+    by: str | None,
+) -> Iterator[tuple[str, _SampleTexts]]:
+    """Yield the names of samples, each with texts; a name may come again with more."""
     if is_lines:
-        lines = ((number, line) for number, line in enumerate(data.split(b"\n"), 1) if line.strip())
-        records = [read_json(line, f"{where}, line {number}", Record) for number, line in lines]
+        records = [
+            read_json(line, f"{where}, line {number}", Record)
+            for number, line in enumerate(data.split(b"\n"), 1)
+            if line.strip()
+        ]
     elif data.lstrip()[:1] == b"[":
         records = read_json(data, where, list[Record])
     else:
-        facts = read_json(data, where, Record)
-        if "questions" not in facts:
-            for token, raw in facts.items():
-                scene = read_json(bytes(raw), f"{where}, scene '{shortened(token)}'", _Scene)
-                for name, frame in scene.key_frames.items():
-                    texts = {
-                        "scene_description": scene.scene_description,
-                        "key_objects": _text(frame.objects),
-                    }
-                    rows = [
-                        {**_fields(one, where), "task": task}
-                        for task, all_ in frame.tasks.items()
-                        for one in all_
-                    ]
-                    yield name, rows, {key: text for key, text in texts.items() if text}
+        fields = read_json(data, where, Record)
+        if "questions" not in fields:
+            yield from _read_drivelm(fields, where)
             return
-        records = read_json(bytes(facts["questions"]), f"{where}, questions", list[Record])
+        records = read_json(bytes(fields["questions"]), f"{where}, questions", list[Record])
     for number, record in enumerate(records, 1):
-        field = by or next((name for name in _NAMES if name in record), _NAMES[0])
-        if not isinstance(name := _value(record.pop(field, None)), str) or not name:
-            raise fr.errors.SourceError(
-                f"{where}, record {number}: the field '{field}' must name the sample; it "
-                f"has: {', '.join(record):.200}"
-            )
-        fields = {
-            _plain(key): value for key, raw in record.items() if (value := _value(raw)) is not None
-        }
-        lists = {key: value for key, value in fields.items() if isinstance(value, list)}
-        if len({len(value) for value in lists.values()}) > 1:
-            sizes = ", ".join(f"{key} {len(value)}" for key, value in lists.items())
-            raise fr.errors.SourceError(
-                f"{where}, record {number}: its lists of texts differ in length: {sizes:.200}"
-            )
-        size = len(next(iter(lists.values()), [""]))
-        yield (
-            name,
-            [
-                {key: one[at] if key in lists else one for key, one in fields.items()}
-                for at in range(size)
-            ],
-            {},
+        yield _read_record(record, f"{where}, record {number}", by)
+
+
+def _read_drivelm(scenes: Record, where: str) -> Iterator[tuple[str, _SampleTexts]]:
+    """Yield the names of DriveLM's key frames, each with its questions."""
+    for token, raw in scenes.items():
+        scene = read_json(bytes(raw), f"{where}, scene '{shortened(token)}'", _Scene)
+        for name, frame in scene.key_frames.items():
+            singles = {
+                "scene_description": scene.scene_description,
+                "key_objects": _read_text(frame.objects),
+            }
+            entries: list[dict[str, str]] = []
+            for task, questions in frame.tasks.items():
+                for question in questions:
+                    with parsing(where):
+                        fields = {key: _read_text(value) for key, value in question.items()}
+                    entry = {_name_channel(key): text for key, text in fields.items() if text}
+                    entries.append({**entry, "task": task})
+            yield name, _SampleTexts(entries, {key: text for key, text in singles.items() if text})
+
+
+def _read_record(record: Record, where: str, by: str | None) -> tuple[str, _SampleTexts]:
+    """Return the name of a record's sample, and the entries that the record makes."""
+    field = by or next((name for name in _NAMES if name in record), _NAMES[0])
+    name = _read_value(record.pop(field, None))
+    if not isinstance(name, str) or not name:
+        raise fr.errors.SourceError(
+            f"{where}: the field '{field}' must name the sample; it has: {', '.join(record):.200}"
         )
+    fields: dict[str, str | list[str]] = {}
+    for key, raw in record.items():
+        value = _read_value(raw)
+        if value is not None:
+            fields[_name_channel(key)] = value
+    sizes = {key: len(value) for key, value in fields.items() if isinstance(value, list)}
+    if len(set(sizes.values())) > 1:
+        text = ", ".join(f"{key} {size}" for key, size in sizes.items())
+        raise fr.errors.SourceError(f"{where}: its lists of texts differ in length: {text:.200}")
+    entries: list[dict[str, str]] = []
+    for number in range(max(sizes.values(), default=1)):
+        entry: dict[str, str] = {}
+        for key, value in fields.items():
+            entry[key] = value[number] if isinstance(value, list) else value
+        entries.append(entry)
+    return name, _SampleTexts(entries, {})
 
 
-def _fields(record: Record, where: str) -> dict[str, str]:
-    """Return the texts of one of DriveLM's questions."""
-    with parsing(where):
-        return {_plain(key): text for key, raw in record.items() if (text := _text(raw))}
-
-
-def _value(raw: msgspec.Raw | None) -> str | list[str] | None:
+def _read_value(raw: msgspec.Raw | None) -> str | list[str] | None:
     """Return a text, a list of texts, or other JSON as text; None for null."""
     if raw is None or bytes(raw) == b"null":
         return None
     try:
-        found: str | list[str] = msgspec.json.decode(raw, type=str | list[str])
+        value: str | list[str] = msgspec.json.decode(raw, type=str | list[str])
     except msgspec.ValidationError:
         return msgspec.json.format(bytes(raw), indent=-1).decode()
-    return found
+    return value
 
 
-def _text(raw: msgspec.Raw | None) -> str | None:
-    found = _value(raw)
-    return found if isinstance(found, str | None) else msgspec.json.encode(found).decode()
+def _read_text(raw: msgspec.Raw | None) -> str | None:
+    """Return a text, or other JSON as text; None for null."""
+    value = _read_value(raw)
+    return msgspec.json.encode(value).decode() if isinstance(value, list) else value
 
 
-def _plain(field: str) -> str:
+def _name_channel(field: str) -> str:
     """Return the channel of a field."""
     name = re.sub(r"[^a-z0-9_]", "_", field.lower())[:100]
     return _RENAMED.get(name, name)
 
 
-def _joined(
-    dataset: fr.Dataset, found: dict[str, _Entries]
-) -> tuple[dict[int, _Entries], list[str]]:
-    """Return the entries by position, and the names that no sample has; the source's names are
-    read if keys fail.
+def _find_positions(dataset: fr.Dataset, names: KeysView[str]) -> dict[str, list[int]]:
+    """Return the positions of samples by key; where a name is no key, by the source's names too.
+
+    Raises DatasetError where no sample has one of ``names``.
     """
-    places: dict[str, list[int]] = {}
+    positions: dict[str, list[int]] = {}
     for position, key in enumerate(dataset.index.texts("key").to_pylist()):
-        places.setdefault(key, []).append(position)
-    if not found.keys() <= places.keys():
-        tokens = in_threads(
-            lambda at: dataset.read(at, "meta")["meta"].sample_token, range(len(dataset)), _THREADS
-        )
+        positions.setdefault(key, []).append(position)
+    if not names <= positions.keys():
+
+        def read_token(position: int) -> str:
+            return dataset.read(position, "meta")["meta"].sample_token
+
+        tokens = in_threads(read_token, range(len(dataset)), _THREADS)
         for position, token in enumerate(tokens):
-            if position not in places.get(token, ()):
-                places.setdefault(token, []).append(position)
-    of_row = {position: own for name, own in found.items() for position in places.get(name, ())}
-    if not of_row:
-        first = next(iter(found), "")
+            if position not in positions.get(token, ()):
+                positions.setdefault(token, []).append(position)
+    if names.isdisjoint(positions):
+        first = next(iter(names), "")
         raise fr.errors.DatasetError(
             f"no sample of '{dataset.location}' has a name of the texts as its key or "
             f"sample_token, such as '{shortened(first)}': are they of another dataset, or "
             "is the name in another field (--by)?"
         )
-    return of_row, [name for name in found if name not in places]
+    return positions
 
 
-def _counter(count: Callable[[str], Any] | str) -> Callable[[str], int]:
+def _make_counter(count: Callable[[str], Any] | str) -> Callable[[str], int]:
     """Return a function from text to number of tokens; a name is imported, from the working
     folder too.
     """
+    tokenize: Any = count
     if isinstance(count, str):
         sys.path.insert(0, os.getcwd())  # noqa: PTH109 - as the interpreter itself does for `python -m`
         try:
-            count = pkgutil.resolve_name(count)
+            tokenize = pkgutil.resolve_name(count)
         except (ImportError, AttributeError, ValueError) as error:
             raise fr.errors.ConfigError(
                 f"count {count!r} must be MODULE:FUNCTION that can be imported: {error}"
             ) from error
         finally:
             del sys.path[0]
-    given: Any = count
 
-    def size(text: str) -> int:
-        tokens = given(text)
+    def count_tokens(text: str) -> int:
+        tokens = tokenize(text)
         return tokens if isinstance(tokens, int) else len(tokens)
 
-    return size
+    return count_tokens
 
 
 def main(argv: Sequence[str] | None = None) -> None:

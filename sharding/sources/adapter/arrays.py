@@ -134,26 +134,24 @@ def stacked_geometry(
     chosen = [frames[index] for index in rows.tolist()]
     shape = (len(rows), len(cameras))
     images = _list_images(chosen, cameras)
+    calibrations = [None if image is None else image.calibration for image in images]
     sweeps = [frame.sweeps.get(lidar.channel) for frame in chosen for lidar in sensors.lidars]
     dist = np.full((len(images), NUM_DIST), np.nan)
-    for index, image in enumerate(images):
-        if image is not None and image.dist:
-            if len(image.dist) > NUM_DIST:
-                raise SourceError(
-                    f"{where}: {len(image.dist)} lens coefficients, allowed are {NUM_DIST}"
-                )
-            dist[index, : len(image.dist)] = image.dist
+    needs = np.zeros(len(images), np.bool_)
+    for index, calibration in enumerate(calibrations):
+        if calibration is None:
+            continue
+        if calibration.dist:
+            num_dist = len(calibration.dist)
+            if num_dist > NUM_DIST:
+                raise SourceError(f"{where}: {num_dist} lens coefficients, allowed are {NUM_DIST}")
+            dist[index, :num_dist] = calibration.dist
+        has_intrinsics = calibration.intrinsics is not None
+        needs[index] = has_intrinsics or calibration.sensor2ego is not None
 
-    cam2ego, camera_at = _find_unique(images, "cam2ego", 4, where)
+    cam2ego, camera_at = _find_unique(calibrations, "sensor2ego", 4, where)
     lidar2ego, lidar_at = _find_unique(sweeps, "lidar2ego", 4, where)
-    intrinsics, intrinsics_at = _find_unique(images, "intrinsics", 3, where)
-    needs = np.array(
-        [
-            image is not None and (image.intrinsics is not None or image.cam2ego is not None)
-            for image in images
-        ],
-        np.bool_,
-    )
+    intrinsics, intrinsics_at = _find_unique(calibrations, "intrinsics", 3, where)
     is_placed = np.asarray(np.isfinite(cam2ego).all((1, 2)))
     with np.errstate(all="ignore"):
         is_lens = (
@@ -171,7 +169,7 @@ def stacked_geometry(
         )
         raise SourceError(
             f"{where}: frame {rows[index // len(cameras)]}, {cameras[index % len(cameras)]}: the "
-            f"camera is not calibrated: intrinsics {values[0]}, cam2ego {values[1]}; wanted are "
+            f"camera is not calibrated: intrinsics {values[0]}, sensor2ego {values[1]}; wanted are "
             "finite numbers, and focal lengths over 0"
         )
     poses = _fit_rigid(

@@ -71,17 +71,58 @@ class Sensors(NamedTuple):
         )
 
 
+class Calibration(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """Where a sensor is on the vehicle and, of a camera, how it projects.
+
+    Images of one camera share one; it is cheapest as the same object.
+
+    Attributes:
+        intrinsics: K (3, 3) of the images as they are; None: the sensor is no camera, or not
+            calibrated.
+        sensor2ego: (4, 4); None: not known.
+        width: [px] of the images that it is for; 0: not stated, and likewise for ``height``.
+        height: [px].
+        dist: lens coefficients in OpenCV's order, of ``dist_model``.
+        dist_model: a name of :data:`fuelrail.pipeline.transforms.lens.MODELS`, or "none".
+        rolling_shutter: direction of the read-out, such as "left_to_right", or "none".
+
+    """
+
+    intrinsics: F64 | None = None
+    sensor2ego: F64 | None = None
+    width: int = 0
+    height: int = 0
+    dist: tuple[float, ...] = ()
+    dist_model: str = "none"
+    rolling_shutter: str = "none"
+
+    def completed(self, fallback: Calibration) -> Calibration:
+        """Return it with what it does not state from another one."""
+        has_lens = self.dist_model != "none"
+        return Calibration(
+            intrinsics=fallback.intrinsics if self.intrinsics is None else self.intrinsics,
+            sensor2ego=fallback.sensor2ego if self.sensor2ego is None else self.sensor2ego,
+            width=self.width or fallback.width,
+            height=self.height or fallback.height,
+            dist=self.dist or fallback.dist,
+            dist_model=self.dist_model if has_lens else fallback.dist_model,
+            rolling_shutter=self.rolling_shutter,
+        )
+
+
+UNCALIBRATED: Final = Calibration()
+"""The calibration of a camera of which nothing is known."""
+
+
 class Image(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """An image of one camera.
 
     Attributes:
         ref: where its bytes are.
         timestamp_ns: of the exposure, its middle if that is known.
-        intrinsics: K (3, 3) of the image as it is; None together with ``cam2ego``: the camera is
-            not calibrated.
-        cam2ego: (4, 4).
+        calibration: of the camera at that time.
         ego2global: (4, 4) at ``timestamp_ns``; None: from the clip's trajectory.
-        width: [px]; 0: the head of the image is read, and likewise for ``height``.
+        width: [px]; 0: that of ``calibration``, and likewise for ``height``.
         height: [px].
         num_bytes: of the image; None: those of the file or range. Of a made image about as many,
             and it is needed.
@@ -91,9 +132,6 @@ class Image(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         fault: why its bytes are no image, where the source knows that; the option damaged_image is
             for it.
         extension: ``jpg`` or ``png``; empty: that of the file.
-        dist: lens coefficients in OpenCV's order, of ``dist_model``.
-        dist_model: a name of :data:`fuelrail.pipeline.transforms.lens.MODELS`, or "none".
-        rolling_shutter: direction of the read-out, such as "left_to_right", or "none".
         readout_ns: duration of the read-out.
         exposure_ns: duration of the exposure.
         token: the source's name for it.
@@ -104,8 +142,7 @@ class Image(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     ref: str
     timestamp_ns: int
-    intrinsics: F64 | None
-    cam2ego: F64 | None
+    calibration: Calibration = UNCALIBRATED
     ego2global: F64 | None = None
     width: int = 0
     height: int = 0
@@ -114,14 +151,18 @@ class Image(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     encoded_of: Literal["", "raw", "video"] = ""
     fault: str = ""
     extension: str = ""
-    dist: tuple[float, ...] = ()
-    dist_model: str = "none"
-    rolling_shutter: str = "none"
     readout_ns: int | None = None
     exposure_ns: int | None = None
     token: str = ""
     absent: str = ""
     stays: bool = False
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Width and height [px] that the image or its calibration states; 0: the head of the image
+        is read.
+        """
+        return self.width or self.calibration.width, self.height or self.calibration.height
 
 
 class Absent(msgspec.Struct, frozen=True, gc=False):

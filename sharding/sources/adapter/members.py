@@ -226,12 +226,7 @@ class MemberFinder:
                 ref = frame_image.ref
                 parts[ref] = Part.parse(ref)
                 is_first = are_all_looked_at or channel not in channels_seen
-                if (
-                    is_first
-                    or frame_image.width <= 0
-                    or frame_image.height <= 0
-                    or not _find_extension(frame_image)
-                ):
+                if is_first or min(frame_image.size) <= 0 or not _find_extension(frame_image):
                     looked_at[ref] = channel
                     channels_seen.add(channel)
             if self.points:
@@ -394,12 +389,9 @@ class MemberFinder:
         image: Image,
         known_files: _KnownFiles,
     ) -> Entry:
-        has_size = 0 <= image.width <= LARGEST_IMAGE and 0 <= image.height <= LARGEST_IMAGE
-        if not has_size:
-            stated = (
-                f"{image.width} x {image.height} px; allowed are 1 to {LARGEST_IMAGE}, and 0 "
-                "for unknown"
-            )
+        width, height = image.size
+        if not (0 <= width <= LARGEST_IMAGE and 0 <= height <= LARGEST_IMAGE):
+            stated = f"{width} x {height} px; allowed are 1 to {LARGEST_IMAGE}, and 0 for unknown"
             return self._note(
                 place,
                 channel,
@@ -413,7 +405,7 @@ class MemberFinder:
         head = known_files.heads.get(key)
         if head is None and key in known_files.heads:
             return NOTED if self.policy.damaged == "error" else DAMAGED
-        size = (image.width, image.height)
+        size = image.size
         extension = _find_extension(image)
         if image.made and not extension:
             listed = ", ".join(EXTENSION_OF)

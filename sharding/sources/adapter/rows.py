@@ -457,12 +457,11 @@ class ClipRows:
             for channel in channels:
                 result = row[channel]
                 is_there.append(not isinstance(result, str))
-                image = (
-                    _find_absent_image(frame, channel)
-                    if isinstance(result, str)
-                    else result.reference
-                )
-                sizes.append((-1, -1) if image is None else (image.width, image.height))
+                if isinstance(result, str):
+                    image = _find_absent_image(frame, channel)
+                    sizes.append((-1, -1) if image is None else image.size)
+                else:
+                    sizes.append((result.reference.width, result.reference.height))
         shape = (len(images_found), len(channels))
         mask = np.array(is_there, np.bool_).reshape(shape)
         size_pairs = np.array(sizes, np.int32)
@@ -493,7 +492,9 @@ class ClipRows:
                 frames[frame_number].images[channel]
                 for frame_number in order[is_there[:, number]].tolist()
             ]
-            bent = sum(isinstance(image, Image) and bool(image.dist) for image in images)
+            bent = sum(
+                isinstance(image, Image) and bool(image.calibration.dist) for image in images
+            )
             if bent:
                 self.report.distorted[channel] = self.report.distorted.get(channel, 0) + bent
 
@@ -503,7 +504,7 @@ def _find_absent_image(frame: Frame, channel: str) -> Image | None:
     a size.
     """
     image = frame.images.get(channel)
-    if isinstance(image, Image) and image.stays and min(image.width, image.height) > 0:
+    if isinstance(image, Image) and image.stays and min(image.size) > 0:
         return image
     return None
 
@@ -567,18 +568,22 @@ class _ClipFacts:
             if not isinstance(image, Image) or (isinstance(result, str) and not image.stays):
                 continue
             latest_ns = max(latest_ns, abs(image.timestamp_ns - time_ns))
-            size = _find_absent_image(frame, name) if isinstance(result, str) else result.reference
-            if size is not None:
-                cameras[name] = CameraMeta(
-                    token=image.token,
-                    timestamp_ns=image.timestamp_ns,
-                    width=size.width,
-                    height=size.height,
-                    dist_model=image.dist_model,
-                    rolling_shutter=image.rolling_shutter,
-                    readout_ns=image.readout_ns,
-                    exposure_ns=image.exposure_ns,
-                )
+            if isinstance(result, str):
+                size = image.size
+                if min(size) <= 0:
+                    continue
+            else:
+                size = (result.reference.width, result.reference.height)
+            cameras[name] = CameraMeta(
+                token=image.token,
+                timestamp_ns=image.timestamp_ns,
+                width=size[0],
+                height=size[1],
+                dist_model=image.calibration.dist_model,
+                rolling_shutter=image.calibration.rolling_shutter,
+                readout_ns=image.readout_ns,
+                exposure_ns=image.exposure_ns,
+            )
         return Meta(
             schema=SCHEMA,
             dataset="",

@@ -303,7 +303,7 @@ class FrameSource(Generic[S]):
                     frame.without(left_out) if left_out else frame for frame in self.frames(clip)
                 ]
                 is_calibrated = is_calibrated or any(
-                    isinstance(image, Image) and image.intrinsics is not None
+                    isinstance(image, Image) and image.calibration.intrinsics is not None
                     for frame in frames
                     for image in frame.images.values()
                 )

@@ -97,9 +97,10 @@ class Videos:
             image = msgspec.structs.replace(image, absent="between keyframes")
         width = facts.width
         height = facts.height
-        if image.width > 0 and (image.width, image.height) != (width, height):
+        stated_width, stated_height = image.size
+        if stated_width > 0 and (stated_width, stated_height) != (width, height):
             raise SourceError(
-                f"'{image.ref}' is {width}x{height}, and {image.width}x{image.height} is stated"
+                f"'{image.ref}' is {width}x{height}, and {stated_width}x{stated_height} is stated"
             )
         return msgspec.structs.replace(
             image,

@@ -15,7 +15,7 @@ import numpy as np
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.rigid import homogeneous, invert_rigid
-from fuelrail.sharding.sources.adapter.frame import Image
+from fuelrail.sharding.sources.adapter.frame import Calibration
 from fuelrail.sharding.sources.adapter.poses import nearest_rigid
 from fuelrail.sharding.sources.shared.arrow import read_file
 from fuelrail.sharding.sources.shared.foreign import read_text
@@ -85,17 +85,15 @@ def read_numbers(files: SourceFiles, name: str) -> Numbers:
     return Numbers(numbers, f"file '{files.shown}/{name}'")
 
 
-def camera(projection: F64, ego2rect: F64) -> Image:
-    """Return what all images of the camera of P_rect (3, 4) have; ``ego2rect`` (4, 4) leads to
-    rectified camera 0.
+def camera_calibration(projection: F64, ego2rect: F64) -> Calibration:
+    """Return the calibration of the camera of P_rect (3, 4); ``ego2rect`` (4, 4) leads to rectified
+    camera 0.
     """
     shift = np.eye(4)
     shift[:3, 3] = np.linalg.solve(projection[:, :3], projection[:, 3])
-    return Image(
-        ref="",
-        timestamp_ns=0,
+    return Calibration(
         intrinsics=projection[:, :3],
-        cam2ego=invert_rigid(shift @ ego2rect),
+        sensor2ego=invert_rigid(shift @ ego2rect),
     )
 
 

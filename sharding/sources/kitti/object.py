@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import numpy as np
 from msgspec import Meta
-from msgspec.structs import replace
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.rigid import invert_rigid, move_points
@@ -15,6 +14,7 @@ from fuelrail.sharding.sources.adapter.frame import (
     BoxRows,
     Clip,
     Frame,
+    Image,
     ImageBoxRows,
     Sensors,
     Sweep,
@@ -25,7 +25,7 @@ from fuelrail.sharding.sources.kitti.calibration import (
     CATEGORIES,
     LIDAR,
     POINT_COLUMNS,
-    camera,
+    camera_calibration,
     numbers_of,
     read_numbers,
     read_points,
@@ -140,11 +140,10 @@ class KittiObject(FrameSource[KittiObjectSettings]):
         images = {}
         for name in self._cameras:
             projection = numbers.matrix(_CAMERAS[name], 3, 4)
-            calibrated = camera(projection, ego2rect)
-            images[name] = replace(
-                calibrated,
+            images[name] = Image(
                 ref=image.replace("image_2/", f"{name}/"),
                 timestamp_ns=number + 1,
+                calibration=camera_calibration(projection, ego2rect),
             )
         scans = [name for name in clip.files if name.endswith(".bin")]
         lidar2ego = invert_rigid(imu2velo)

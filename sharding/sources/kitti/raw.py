@@ -12,7 +12,6 @@ from xml.etree import ElementTree
 
 import numpy as np
 from msgspec import Meta
-from msgspec.structs import replace
 
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.rigid import invert_rigid, move_points, rotation_matrices
@@ -34,7 +33,7 @@ from fuelrail.sharding.sources.kitti.calibration import (
     CATEGORIES,
     LIDAR,
     POINT_COLUMNS,
-    camera,
+    camera_calibration,
     category,
     numbers_of,
     read_numbers,
@@ -274,10 +273,10 @@ class Kitti(FrameSource[KittiSettings]):
         rectification = cams.matrix("R_rect_00", 3, 3)
         cam2rect = cams.transform(rectification, np.zeros(3))
         ego2rect = cam2rect @ velo2cam @ imu2velo
-        cameras = {
-            name: camera(cams.matrix(f"P_rect_{name[-2:]}", 3, 4), ego2rect)
-            for name in self._cameras
-        }
+        calibrations = {}
+        for name in self._cameras:
+            projection = cams.matrix(f"P_rect_{name[-2:]}", 3, 4)
+            calibrations[name] = camera_calibration(projection, ego2rect)
         lidar2ego = invert_rigid(imu2velo)
         files = {
             name: numbers_of(names_in(self.files, folder, name, "data"), ["png", "jpg"])
@@ -330,7 +329,11 @@ class Kitti(FrameSource[KittiSettings]):
                 image_ns = int(times[name][number])
                 images[name] = Absent("no time", ref)
                 if image_ns != _NO_TIME:
-                    images[name] = replace(cameras[name], ref=ref, timestamp_ns=image_ns)
+                    images[name] = Image(
+                        ref=ref,
+                        timestamp_ns=image_ns,
+                        calibration=calibrations[name],
+                    )
             sweep = Sweep(
                 ref=f"{folder}/velodyne_points/data/{scans.get(number)}",
                 timestamp_ns=int(reference[number]),

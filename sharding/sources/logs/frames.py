@@ -4,12 +4,12 @@ to it.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 import numpy as np
-from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from fuelrail.pipeline.errors import SourceError
@@ -25,8 +25,8 @@ from fuelrail.sharding.sources.adapter.frame import (
 from fuelrail.sharding.sources.adapter.members import POINTS
 from fuelrail.sharding.sources.logs import sync
 from fuelrail.sharding.sources.logs.geometry.calibration import (
-    CameraModel,
-    camera_models,
+    camera_calibrations,
+    size_fault,
 )
 from fuelrail.sharding.sources.logs.index import LogIndex, LogSweep, Shot
 from fuelrail.sharding.sources.logs.members import Job
@@ -37,6 +37,7 @@ from fuelrail.sharding.sources.shared.times import nearest
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.sample.schema import I64
+    from fuelrail.sharding.sources.adapter.frame import Calibration
     from fuelrail.sharding.sources.adapter.poses import Trajectory
     from fuelrail.sharding.sources.logs.topics import LogTopics
 
@@ -85,17 +86,20 @@ class FrameMaker:
             for channel, topic in self._lidars.items()
             if topic in index.frame_ids and self._settings.points
         }
-        models = {
-            channel: camera_models(
+        calibrations = {}
+        calibration_names = {}
+        for channel, topic in self._cameras.items():
+            if not len(index.series[topic].stamps):
+                continue
+            info_topic = self._find_info_topic(channel, topic)
+            calibration_names[channel] = f"log '{index.name}', {channel}: {info_topic}"
+            calibrations[channel] = camera_calibrations(
                 index,
-                channel=channel,
+                where=calibration_names[channel],
                 topic=topic,
-                info_topic=self._find_info_topic(channel, topic),
+                info_topic=info_topic,
                 ego=self._settings.ego_frame,
             )
-            for channel, topic in self._cameras.items()
-            if len(index.series[topic].stamps)
-        }
         marks = {}
         for channel, topic in self._settings.boxes2d.items():
             offset_ms = self._settings.offsets_ms.get(f"boxes2d_{channel}", 0)
@@ -108,13 +112,16 @@ class FrameMaker:
         fixes = self._match_fixes(times)
         members = self._find_members(times.tolist(), rows)
         for number, time in enumerate(times.tolist()):
-            images = {
-                channel: self._make_image(
-                    topic, rows[channel][number], stamps[topic], models[channel]
+            images = {}
+            for channel, by_time in calibrations.items():
+                topic = self._cameras[channel]
+                images[channel] = self._make_image(
+                    topic,
+                    row=rows[channel][number],
+                    stamps=stamps[topic],
+                    calibrations=by_time,
+                    calibration_name=calibration_names[channel],
                 )
-                for channel, topic in self._cameras.items()
-                if channel in models
-            }
             sweeps = {}
             for channel, matrix in lidar2ego.items():
                 row = rows[channel][number]
@@ -283,7 +290,8 @@ class FrameMaker:
         topic: str,
         row: int,
         stamps: list[int],
-        models: list[CameraModel],
+        calibrations: Mapping[int, Calibration],
+        calibration_name: str,
     ) -> Image | Absent:
         if row < 0:
             apart_s = self._apart.get(topic)
@@ -299,12 +307,9 @@ class FrameMaker:
         assert isinstance(shot, Shot), "a topic of pictures"
         if shot.kind == "video" and shot.key is None and not shot.fault:
             return Absent("no keyframe before it")
-        model = models[-1]
-        if model.stamp_ns > stamp_ns:
-            model = next(
-                (model for model in reversed(models) if model.stamp_ns <= stamp_ns),
-                models[0],
-            )
+        times_ns = list(calibrations)
+        number = bisect_right(times_ns, stamp_ns) - 1
+        calibration = calibrations[times_ns[max(number, 0)]]  # the first for earlier pictures
         log = self._index.name if shot.kind == "video" else ""
         ref = Job(
             kind=shot.kind,
@@ -324,15 +329,15 @@ class FrameMaker:
             "palette": pixels,
         }
         num_bytes = estimates.get(shot.kind, shot.length)
-        return replace(
-            model.image,
+        return Image(
             ref=ref,
             timestamp_ns=stamp_ns,
+            calibration=calibration,
             width=shot.width,
             height=shot.height,
             num_bytes=max(num_bytes, 1),
             made=shot.offset < 0,
             encoded_of=shot.kind if shot.kind in ("raw", "video") else "",
-            fault=shot.fault or model.size_fault(shot.width, shot.height),
+            fault=shot.fault or size_fault(calibration, calibration_name, shot.width, shot.height),
             extension=shot.extension,
         )

@@ -21,7 +21,7 @@ from fuelrail.pipeline.errors import SourceError
 from fuelrail.pipeline.rigid import rigid
 from fuelrail.pipeline.storage.columns import ROWS_AT_ONCE
 from fuelrail.pipeline.transforms.lens import MODELS, UNBENT
-from fuelrail.sharding.sources.adapter.frame import Image, Sweep
+from fuelrail.sharding.sources.adapter.frame import Calibration, Image, Sweep
 from fuelrail.sharding.sources.nuscenes.tables import check_finite
 
 if TYPE_CHECKING:
@@ -136,21 +136,19 @@ class SensorPoses:
         rotation = columns["rotation"][poses]
         return np.asarray(rigid(rotation, columns["translation"][poses]))
 
-    def calibrations(self, rows: I64) -> dict[int, dict[str, Any]]:
-        """Return intrinsics, lens and place on the vehicle as an `Image` has them, of rows of
-        ``calibrated_sensor``.
-        """
+    def calibrations(self, rows: I64) -> dict[int, Calibration]:
+        """Return the calibrations of rows of ``calibrated_sensor``, by row."""
         columns = self._calibrated.columns
         rows = np.unique(rows)
         calibration_of = {}
         for row, sensor2ego in zip(rows.tolist(), self.sensor2ego(rows), strict=True):
             num_dist, *dist = columns["camera_distortion"][row].tolist()
-            calibration_of[row] = {
-                "intrinsics": columns["camera_intrinsic"][row],
-                "cam2ego": sensor2ego,
-                "dist": tuple(dist[: int(num_dist)]),
-                "dist_model": LENS_OF_LENGTH.get(num_dist, UNBENT),
-            }
+            calibration_of[row] = Calibration(
+                intrinsics=columns["camera_intrinsic"][row],
+                sensor2ego=sensor2ego,
+                dist=tuple(dist[: int(num_dist)]),
+                dist_model=LENS_OF_LENGTH.get(num_dist, UNBENT),
+            )
         return calibration_of
 
     def check_cameras(self, cameras: Collection[int]) -> None:
@@ -355,7 +353,7 @@ class Keyframes:
             if number < len(self.cameras):
                 image = Image(
                     **facts,
-                    **calibration,
+                    calibration=calibration,
                     width=width,
                     height=height,
                     token=token,
@@ -364,7 +362,7 @@ class Keyframes:
                 images[sample_number][channel.lower()] = image
             else:
                 sweeps = lidars if channel in self.lidars else radars
-                sweeps[sample_number][channel] = Sweep(**facts, lidar2ego=calibration["cam2ego"])
+                sweeps[sample_number][channel] = Sweep(**facts, lidar2ego=calibration.sensor2ego)
         return SceneRows(
             keyframes=self,
             scene=self.joined["scene"].records[scene],

@@ -20,6 +20,7 @@ from fuelrail.pipeline.text import shortened
 from fuelrail.sharding.sources.adapter.channels import value_channel
 from fuelrail.sharding.sources.adapter.frame import (
     BoxRows,
+    Calibration,
     Clip,
     Frame,
     Image,
@@ -225,11 +226,13 @@ class OpenScene(FrameSource[OpenSceneSettings]):
             images[name.lower()] = Image(
                 ref=f"{blobs}/{camera['data_path']}",
                 timestamp_ns=time_ns,
-                intrinsics=_read_numbers(camera["cam_intrinsic"], 3, 3),
-                cam2ego=lidar2ego @ to_lidar,
+                calibration=Calibration(
+                    intrinsics=_read_numbers(camera["cam_intrinsic"], 3, 3),
+                    sensor2ego=lidar2ego @ to_lidar,
+                    dist=tuple(_read_numbers(camera["distortion"], 5).tolist()),
+                    dist_model="opencv_radtan",
+                ),
                 ego2global=ego2global,
-                dist=tuple(_read_numbers(camera["distortion"], 5).tolist()),
-                dist_model="opencv_radtan",
             )
         boxes = None
         if "anns" in row:

@@ -6,11 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+from msgspec.structs import replace
 
 from fuelrail.pipeline.errors import SourceError
+from fuelrail.sharding.sources.adapter.frame import Calibration
 from fuelrail.sharding.sources.adapter.poses import OPTICAL2FLU
 
 if TYPE_CHECKING:
@@ -33,30 +35,6 @@ CALIBRATION: Final = (
 """What else a camera has, besides its pose."""
 
 
-class RowCalibration(NamedTuple):
-    """The calibration of one row: K or None, sensor to ego or None, size [px] (0: not stated),
-    lens.
-    """
-
-    intrinsics: F64 | None
-    sensor2ego: F64 | None
-    width: int
-    height: int
-    dist_model: str
-    dist: tuple[float, ...]
-
-    def filled(self, fallback: RowCalibration) -> RowCalibration:
-        """Fill what is not stated from another one."""
-        return RowCalibration(
-            intrinsics=fallback.intrinsics if self.intrinsics is None else self.intrinsics,
-            sensor2ego=fallback.sensor2ego if self.sensor2ego is None else self.sensor2ego,
-            width=self.width or fallback.width,
-            height=self.height or fallback.height,
-            dist_model=fallback.dist_model if self.dist_model == "none" else self.dist_model,
-            dist=self.dist or fallback.dist,
-        )
-
-
 def read_calibration(
     rows: Rows,
     prefix: str,
@@ -64,7 +42,7 @@ def read_calibration(
     *,
     is_corner: bool,
     is_flu: bool,
-) -> list[RowCalibration]:
+) -> list[Calibration]:
     """Read the columns under ``prefix``; ``pose`` is the name of the transform from the sensor to
     ego.
 
@@ -92,17 +70,26 @@ def read_calibration(
             tuple(map(float, value or ())) for value in rows.column(f"{prefix}dist").to_pylist()
         ]
     lenses = [model or "none" for model in models] or ["none"] * count
-    poses = shared(sensor2ego, count)
     columns = zip(
         shared(intrinsics, count),
-        poses,
+        shared(sensor2ego, count),
         integers("width"),
         integers("height"),
         lenses,
         dist,
         strict=True,
     )
-    return [RowCalibration(*row) for row in columns]
+    return [
+        Calibration(
+            intrinsics=intrinsics_of_row,
+            sensor2ego=pose_of_row,
+            width=width,
+            height=height,
+            dist=coefficients,
+            dist_model=dist_model,
+        )
+        for intrinsics_of_row, pose_of_row, width, height, dist_model, coefficients in columns
+    ]
 
 
 def shared(matrices: F64 | None, count: int) -> list[F64 | None]:
@@ -136,11 +123,11 @@ class CalibrationTable:
         self.table = table
         self._axes = axes
         self._is_corner = is_corner
-        self._clip: tuple[str, dict[str, RowCalibration]] = ("", {})
+        self._clip: tuple[str, dict[str, Calibration]] = ("", {})
         rows = table.rows("")
         self._common = {} if rows is None else self._read(rows)
 
-    def find(self, clip: str, sensor: str) -> RowCalibration | None:
+    def find(self, clip: str, sensor: str) -> Calibration | None:
         """Return the calibration of a sensor in a clip; None where there is none."""
         if self._clip[0] != clip:
             rows = self.table.rows(clip)
@@ -163,8 +150,8 @@ class CalibrationTable:
                     is_camera_by_name[name] = is_camera_by_name.get(name, False) or has_intrinsics
         return is_camera_by_name
 
-    def _read(self, rows: Rows) -> dict[str, RowCalibration]:
-        calibrations: dict[str, RowCalibration] = {}
+    def _read(self, rows: Rows) -> dict[str, Calibration]:
+        calibrations: dict[str, Calibration] = {}
         plain = read_calibration(
             rows,
             prefix="",
@@ -183,6 +170,6 @@ class CalibrationTable:
             pose = calibration.sensor2ego
             is_flu = self._axes.get(name, self._axes[""]) == "flu"
             if pose is not None and calibration.intrinsics is not None and is_flu:
-                calibration = calibration._replace(sensor2ego=pose @ OPTICAL2FLU)
+                calibration = replace(calibration, sensor2ego=pose @ OPTICAL2FLU)
             calibrations[name] = calibration
         return calibrations

@@ -86,9 +86,9 @@ if TYPE_CHECKING:
     from fuelrail.pipeline.channels.table import Channel
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.pipeline.sample.schema import F32, I64
+    from fuelrail.sharding.sources.adapter.frame import Calibration
     from fuelrail.sharding.sources.shared.scan_table import ScanWriter
     from fuelrail.sharding.sources.source import Reads, ScanInfo
-    from fuelrail.sharding.sources.tables.calibration import RowCalibration
     from fuelrail.sharding.sources.tables.tables import TypeOf
 
 TABLES: Final = ("frames", "sensor_data", "calibration", "ego_pose", "boxes")
@@ -660,7 +660,7 @@ class Manifest(FrameSource[ManifestSettings]):
         clip: Clip,
         rows: Rows,
         prefix: str,
-    ) -> list[RowCalibration]:
+    ) -> list[Calibration]:
         """Return the calibration of the sensor with this prefix of columns, completed from
         ``calibration``.
         """
@@ -680,7 +680,7 @@ class Manifest(FrameSource[ManifestSettings]):
             fallback = self._calibrations.find(clip.name, name)
         if fallback is None:
             return calibrations
-        return [calibration.filled(fallback) for calibration in calibrations]
+        return [calibration.completed(fallback) for calibration in calibrations]
 
     def points(self, ref: str) -> F32:
         """Read a lidar file, or a range of a file."""

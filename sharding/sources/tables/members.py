@@ -22,8 +22,8 @@ from fuelrail.sharding.sources.tables.columns import is_path
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.sample.schema import I64
+    from fuelrail.sharding.sources.adapter.frame import Calibration
     from fuelrail.sharding.sources.shared.files import SourceFiles
-    from fuelrail.sharding.sources.tables.calibration import RowCalibration
     from fuelrail.sharding.sources.tables.values import Rows
 
 
@@ -167,19 +167,17 @@ class RowFiles:
             return self._where.reference(self.rows, row, path)
         return path
 
-    def image(self, row: int, calibration: RowCalibration) -> Image | Absent:
+    def image(self, row: int, calibration: Calibration) -> Image | Absent:
         """Return the image of a row; absent where it has no path."""
         path = self._paths[row]
         if not path:
             return Absent("no path")
-        intrinsics = calibration.intrinsics
-        cam2ego = calibration.sensor2ego
-        if self._is_calibrated and (intrinsics is None or cam2ego is None):
-            lacking = (
-                "intrinsics"
-                if intrinsics is None
-                else "pose in ego (cam2ego, or sensor2ego in calibration)"
-            )
+        has_intrinsics = calibration.intrinsics is not None
+        has_pose = calibration.sensor2ego is not None
+        if self._is_calibrated and not (has_intrinsics and has_pose):
+            lacking = "pose in ego (cam2ego, or sensor2ego in calibration)"
+            if not has_intrinsics:
+                lacking = "intrinsics"
             raise SourceError(
                 f"table '{self.rows.table}', row {self.rows.first + row}: the camera of "
                 f"'{path}' has no {lacking}"
@@ -191,14 +189,9 @@ class RowFiles:
         image = Image(
             ref=path if is_frame else self._ref(row, path),
             timestamp_ns=self._times_ns[row],
-            intrinsics=intrinsics,
-            cam2ego=cam2ego,
+            calibration=calibration,
             ego2global=self._poses[row],
-            width=calibration.width,
-            height=calibration.height,
             num_bytes=None if num_bytes < 0 else num_bytes,
-            dist=calibration.dist,
-            dist_model=calibration.dist_model,
             extension=EXTENSION_OF.get(extension, ""),
         )
         if not is_frame:
@@ -211,7 +204,7 @@ class RowFiles:
         except SourceError as error:
             self.rows.fail(row, f"{self._prefix}path", str(error))
 
-    def sweep(self, row: int, calibration: RowCalibration) -> Sweep | None:
+    def sweep(self, row: int, calibration: Calibration) -> Sweep | None:
         """Return the sweep of a row; None where it has no path."""
         path = self._paths[row]
         lidar2ego = calibration.sensor2ego

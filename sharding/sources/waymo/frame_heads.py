@@ -19,6 +19,7 @@ from fuelrail.sharding.sources.adapter.boxes import boxes_by_key
 from fuelrail.sharding.sources.adapter.frame import (
     NO_BOXES,
     BoxRows,
+    Calibration,
     Image,
     ImageBoxRows,
 )
@@ -364,12 +365,12 @@ def transform(data: bytes) -> tuple[float, ...]:
     return numbers_read
 
 
-def read_context(data: bytes) -> tuple[str, dict[str, Image], dict[str, str]]:
-    """Name of the segment, cameras as :func:`calibrated`, and ``time_of_day``, ``location``,
+def read_context(data: bytes) -> tuple[str, dict[str, Calibration], dict[str, str]]:
+    """Name of the segment, calibrations by camera, and ``time_of_day``, ``location``,
     ``weather``.
     """
     name = ""
-    cameras = {}
+    calibrations = {}
     stats = {}
     for number, wire, value in fields(data):
         if wire != BYTES or isinstance(value, int):
@@ -388,10 +389,10 @@ def read_context(data: bytes) -> tuple[str, dict[str, Image], dict[str, str]]:
             mount = np.array(transform(plain[3])).reshape(4, 4)
             shutter = plain.get(6, 0)
             size = (plain.get(4, 0), plain.get(5, 0))
-            camera_image = calibrated(lens, mount, size, shutter)
-            if camera in cameras:
+            calibration = camera_calibration(lens, mount, size, shutter)
+            if camera in calibrations:
                 raise ValueError(f"two calibrations of {camera}")
-            cameras[camera] = camera_image
+            calibrations[camera] = calibration
         elif number == 4:
             texts = {2: "time_of_day", 3: "location", 4: "weather"}
             stats = {
@@ -399,17 +400,16 @@ def read_context(data: bytes) -> tuple[str, dict[str, Image], dict[str, str]]:
                 for n, _, v in fields(value)
                 if n in texts and isinstance(v, bytes)
             }
-    return name, cameras, stats
+    return name, calibrations, stats
 
 
-def calibrated(
+def camera_calibration(
     lens: Sequence[float],
     extrinsic: F64,
     size: tuple[int, int],
     shutter: int,
-) -> Image:
-    """Return what all images of a camera have, for :func:`image_of`: K is that of pixels whose
-    centres are integers.
+) -> Calibration:
+    """Return the calibration of a camera: K is that of pixels whose centres are integers.
 
     ``lens`` are f_u, f_v, c_u, c_v (the left edge of the first pixel is 0), k1, k2, p1, p2, k3;
     ``extrinsic`` is the camera (x forward) to the vehicle.
@@ -423,22 +423,19 @@ def calibrated(
             [0, 0, 1],
         ]
     )
-    return Image(
-        ref="",
-        timestamp_ns=0,
+    return Calibration(
         intrinsics=intrinsics,
-        cam2ego=extrinsic @ OPTICAL2FLU,
+        sensor2ego=extrinsic @ OPTICAL2FLU,
         width=size[0],
         height=size[1],
         dist=tuple(lens[4:9]),
         dist_model="opencv_radtan",
         rolling_shutter=direction,
-        extension="jpg",
     )
 
 
 def image_of(
-    camera: Image,
+    calibration: Calibration,
     ref: str,
     pose: F64,
     pose_timestamp: float,
@@ -454,11 +451,12 @@ def image_of(
     exposure_ns = round(shutter * 1e9) if shutter > 0 else None
     readout_s = done - trigger - shutter
     has_readout = exposure_ns is not None and done - trigger > shutter
-    return msgspec.structs.replace(
-        camera,
+    return Image(
         ref=ref,
         timestamp_ns=round(pose_timestamp * 1e6) * 1000,
+        calibration=calibration,
         ego2global=pose,
+        extension="jpg",
         exposure_ns=exposure_ns,
         readout_ns=round(readout_s * 1e6) * 1000 if has_readout else None,
     )

@@ -19,6 +19,7 @@ from fuelrail.sharding.sources.adapter.boxes import boxes_by_key
 from fuelrail.sharding.sources.adapter.frame import (
     NO_BOXES,
     BoxRows,
+    Calibration,
     Clip,
     Frame,
     Image,
@@ -38,7 +39,7 @@ from fuelrail.sharding.sources.shared.arrow import (
 from fuelrail.sharding.sources.waymo.frame_heads import (
     CAMERAS,
     box_rows,
-    calibrated,
+    camera_calibration,
     image_of,
     image_rows,
     label_type,
@@ -162,7 +163,7 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
         order = np.argsort(poses[_TIME], kind="stable")
         images = self._read_images(
             files["camera_image"],
-            self._read_cameras(files["camera_calibration"]),
+            self._read_calibrations(files["camera_calibration"]),
         )
         boxes = self._read_boxes(files)
         boxes2d = (
@@ -254,7 +255,7 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
             for frame_time, points in sweeps(self.files, name, times):
                 yield f"{POINTS}{name}@{frame_time}", encode_points(points)
 
-    def _read_cameras(self, name: str) -> dict[int, Image]:
+    def _read_calibrations(self, name: str) -> dict[int, Calibration]:
         """Return the calibrations by number of the camera."""
         integer_types = dict.fromkeys(
             (
@@ -279,7 +280,7 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
         mounts = rows[f"{_LENS}extrinsic.transform"].reshape(-1, 4, 4)
         width, height, shutter = (rows[column].tolist() for column in integer_types)
         return {
-            number: calibrated(
+            number: camera_calibration(
                 lenses[row].tolist(),
                 mounts[row],
                 (width[row], height[row]),
@@ -288,7 +289,11 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
             for row, number in enumerate(rows[_NAME].tolist())
         }
 
-    def _read_images(self, name: str, cameras: Mapping[int, Image]) -> dict[int, dict[str, Image]]:
+    def _read_images(
+        self,
+        name: str,
+        calibrations: Mapping[int, Calibration],
+    ) -> dict[int, dict[str, Image]]:
         """Return the images by time of the frame [us], then by channel."""
         times = dict.fromkeys((f"{_IMAGE}pose_timestamp", *_SHUTTER), _F64)
         rows = read_parquet(
@@ -319,8 +324,8 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
         for row, (time, camera) in enumerate(pairs):
             if camera not in CAMERAS:
                 continue
-            lens = cameras.get(camera)
-            if lens is None:
+            calibration = calibrations.get(camera)
+            if calibration is None:
                 raise SourceError(
                     f"{where} has images of camera {camera} "
                     f"({CAMERAS[camera]}), which has no calibration"
@@ -328,7 +333,7 @@ class WaymoParquet(WaymoSource[WaymoSettings]):
             if not stamps[row] > 0:
                 raise SourceError(f"{where}: row {row} has the pose_timestamp {stamps[row]}")
             image = image_of(
-                lens,
+                calibration,
                 ref=f"{name}@{row}",
                 pose=poses[row],
                 pose_timestamp=stamps[row],

@@ -19,9 +19,9 @@ from msgspec import Meta
 from fuelrail.pipeline.channels.sensors import LidarEntry
 from fuelrail.pipeline.errors import SourceError
 from fuelrail.sharding.sources.adapter.frame import (
+    Calibration,
     Clip,
     Frame,
-    Image,
     Sensors,
     Sweep,
 )
@@ -207,7 +207,7 @@ class Waymo(WaymoSource[WaymoFileSettings]):
             context = None
             first = ""
             place = window.where
-            cameras: dict[str, Image] = {}
+            calibrations: dict[str, Calibration] = {}
             stats: dict[str, str] = {}
             for record in records(window, read_whole=at_url, payloads=self.settings.payload_crc):
                 head = read_frame(
@@ -219,7 +219,7 @@ class Waymo(WaymoSource[WaymoFileSettings]):
                 )
                 try:
                     if head.context is not context:
-                        segment, cameras, stats = read_context(head.context)
+                        segment, calibrations, stats = read_context(head.context)
                         if context is not None and segment != first:
                             raise SourceError(
                                 f"{place}: record {record.number} is of {segment}, those "
@@ -232,7 +232,7 @@ class Waymo(WaymoSource[WaymoFileSettings]):
                             name,
                             record=record,
                             head=head,
-                            cameras=cameras,
+                            calibrations=calibrations,
                             stats=stats,
                         )
                     )
@@ -270,17 +270,17 @@ class Waymo(WaymoSource[WaymoFileSettings]):
         file: str,
         record: FileRecord,
         head: FrameHead,
-        cameras: dict[str, Image],
+        calibrations: dict[str, Calibration],
         stats: dict[str, str],
     ) -> Frame:
         ego2global = np.array(head.pose).reshape(4, 4)
         images = {}
         for image in head.images:
-            calibration = cameras.get(image.name)
+            calibration = calibrations.get(image.name)
             if calibration is None:
                 raise ValueError(
                     f"the camera {image.name} has no calibration; the context has "
-                    f"{', '.join(cameras)}"
+                    f"{', '.join(calibrations)}"
                 )
             ref = f"{file}#{image.offset}+{image.num_bytes}"
             pose = np.array(image.pose).reshape(4, 4)

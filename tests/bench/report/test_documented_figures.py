@@ -417,8 +417,12 @@ def watched() -> Iterator[str]:
     num_clean = sum(run.cause == "none" for run in report.runs)
     yield f"put {len(report.runs) - num_clean} causes into small trainings"
     yield f"left {num_clean} clean"
-    disturbed = sum(run.answers["watch"].disturbed is not None for run in report.runs)
-    yield f"in {disturbed} of {len(report.runs)} runs other processes used the CPUs"
+    said = [run.answers["watch"].disturbed for run in report.runs]
+    others = [float(text.split()[3]) for text in said if text is not None]
+    yield (
+        f"in {len(others)} of {len(said)} runs other processes used the CPUs, "
+        f"{min(others)} to {max(others)} of them"
+    )
     ours = report.num_right("watch", is_clean=False), report.num_right("watch", is_clean=True)
     theirs = report.num_right("traceml", is_clean=False), report.num_right("traceml", is_clean=True)
     yield f"`fuelrail watch` named {ours[0]} causes right and none in {ours[1]} clean runs"
@@ -498,6 +502,11 @@ CONDITIONS = {
         "on 2 and 4 ranks",
         "those of one rank are in rank 1, logging and checkpoints in rank 0",
         "`traceml-ai`** 0.5.0",
+        "the load before was 2.4",
+        "processes that mostly used 1.2 to 1.9 CPUs",
+        "16 to 30 % in collectives",
+        "LeRobot 0.4.4 ran beside Transformers 4.57",
+        "the 5.24 of the other runs",
     ],
     "docs/sharding.md": ["1600x900"],
     "docs/sources.md": ["from 1080p at 30 Hz to JPEGs of 576x320 at 10 Hz"],

@@ -28,7 +28,7 @@ LOST_S = 0.03
 BATCH = 4
 EVERY = 10
 """Steps between checkpoints, or evaluations."""
-NUM_STEPS = {"memory leak": 320, "threads": 40, "garbage collection": 50}
+NUM_STEPS = {"memory leak": 320, "interpreter lock": 180, "threads": 40, "garbage collection": 50}
 DEFAULT_STEPS = 90
 EPOCH = {"cold cache": 30}
 """Steps of an epoch, where a run has several."""

@@ -8,12 +8,12 @@ turns to. Binning and the region of interest are applied, with the centre of the
 from __future__ import annotations
 
 from operator import itemgetter
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from fuelrail.pipeline.errors import SourceError
-from fuelrail.sharding.sources.adapter.frame import Image
+from fuelrail.sharding.sources.adapter.frame import Calibration
 
 if TYPE_CHECKING:
     from fuelrail.pipeline.sample.schema import F64
@@ -29,61 +29,56 @@ _MODELS: Final = {
 }
 
 
-class CameraModel(NamedTuple):
-    """One camera from a time on: what its images have in common, and the size of its pictures
-    [px], 0 where it is not stated.
+def size_fault(calibration: Calibration, where: str, width: int, height: int) -> str:
+    """Return why a picture is not one of this calibration, which ``where`` states; "" where it
+    is.
     """
-
-    where: str
-    stamp_ns: int
-    image: Image
-    size: tuple[int, int]
-
-    def size_fault(self, width: int, height: int) -> str:
-        """Return why a picture is not one of this calibration; "" where it is."""
-        if (width, height) == self.size or 0 in self.size:
-            return ""
-        stated = f"{self.size[0]}x{self.size[1]} px"
-        return f"{self.where} is for pictures of {stated}, and a picture has {width}x{height}"
+    size = (calibration.width, calibration.height)
+    if (width, height) == size or 0 in size:
+        return ""
+    stated = f"{size[0]}x{size[1]} px"
+    return f"{where} is for pictures of {stated}, and a picture has {width}x{height}"
 
 
-def camera_models(
+def camera_calibrations(
     index: LogIndex,
-    channel: str,
+    where: str,
     topic: str,
     info_topic: str,
     ego: str,
-) -> list[CameraModel]:
-    """Return a camera's models in the order of time; raise SourceError for an unknown lens."""
-    where = f"log '{index.name}', {channel}: {info_topic}"
+) -> dict[int, Calibration]:
+    """Return a camera's calibrations by the time [ns] from which each holds, in order; raise
+    SourceError, naming ``where``, for an unknown lens.
+    """
     is_rectified = any("rect" in part for part in topic.split("/"))
     first_info = index.calibrations[info_topic][0][1]
     frame = index.frame_ids.get(topic) or first_info.frame_id
     cam2ego = index.tree.sensor2ego(frame.lstrip("/"), ego)
-    models: list[CameraModel] = []
+    calibrations: dict[int, Calibration] = {}
     before: CameraInfo | None = None
     by_time = sorted(index.calibrations[info_topic], key=itemgetter(0))
     for stamp_ns, info in by_time:
         if before is None or (info is not before and info[1:] != before[1:]):
-            model = camera_model(
+            calibrations[stamp_ns] = camera_calibration(
                 where,
                 info=info,
                 cam2ego=cam2ego,
                 is_rectified=is_rectified,
             )
-            models.append(model._replace(stamp_ns=stamp_ns))
         before = info
-    return models
+    return calibrations
 
 
-def camera_model(
+def camera_calibration(
     where: str,
     info: CameraInfo,
     cam2ego: F64,
     *,
     is_rectified: bool,
-) -> CameraModel:
-    """Return the model of raw or rectified pictures; raise SourceError for an unknown lens."""
+) -> Calibration:
+    """Return the calibration of raw or rectified pictures; raise SourceError for an unknown
+    lens.
+    """
     if (
         len(info.k) != 9
         or not np.isfinite(info.k).all()
@@ -122,21 +117,11 @@ def camera_model(
     intrinsics[:2, 2] = (centre + 0.5) / binning - 0.5
     intrinsics[0, :2] /= binning[0]
     intrinsics[1, 1] /= binning[1]
-    image = Image(
-        ref="",
-        timestamp_ns=0,
+    return Calibration(
         intrinsics=intrinsics,
-        cam2ego=cam2ego,
+        sensor2ego=cam2ego,
+        width=(width or info.width) // info.binning[0],
+        height=(height or info.height) // info.binning[1],
         dist=dist,
         dist_model=dist_model,
-    )
-    size = (
-        (width or info.width) // info.binning[0],
-        (height or info.height) // info.binning[1],
-    )
-    return CameraModel(
-        where=where,
-        stamp_ns=info.stamp_ns,
-        image=image,
-        size=size,
     )

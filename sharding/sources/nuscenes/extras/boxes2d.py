@@ -80,19 +80,18 @@ def image_boxes(
     for camera, image in rows.images[number].items():
         if image.absent:
             continue
-        if image.dist:
+        calibration = image.calibration
+        if calibration.dist:
             raise SourceError(
                 f"sample '{rows.tokens[number]}': the image of '{camera}' is not rectified, "
                 "so that its 2-D boxes are not known; leave out 'boxes2d' in the option channels"
             )
-        assert image.intrinsics is not None and image.cam2ego is not None, (
-            "every camera is calibrated"
-        )
+        assert calibration.intrinsics is not None, "every camera is calibrated"
+        assert calibration.sensor2ego is not None, "every camera is calibrated"
         assert image.ego2global is not None, "every row has a pose"
-        ego2cam = invert_rigid(image.ego2global @ image.cam2ego) @ ego2global
+        ego2cam = invert_rigid(image.ego2global @ calibration.sensor2ego) @ ego2global
         in_camera = move_points(corners, ego2cam)
-        size_wh = (image.width, image.height)
-        bounds, numbers = image_bounds(in_camera, image.intrinsics, size_wh)
+        bounds, numbers = image_bounds(in_camera, calibration.intrinsics, image.size)
         boxes_by_camera[camera] = ImageBoxRows(
             box=bounds,
             category=category[numbers].tolist(),

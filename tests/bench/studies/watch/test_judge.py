@@ -189,6 +189,12 @@ def test_a_lock_that_other_threads_hold_is_named():
     (finding,) = report_on(sampled({}, lock_ns=5_000_000, **held)).findings
     assert finding.cause == "interpreter lock"
     assert "waits 5.0 ms" in finding.text
+    now_and_then = sampled({}, lock_ns=5_000_000, **held)
+    for step in now_and_then:
+        step.details.lock_ns *= step.step in (12, 36)
+    assert report_on(now_and_then).findings
+    now_and_then[36].details.lock_ns = 0
+    assert not report_on(now_and_then).findings
     assert not report_on(sampled({}, lock_ns=5_000_000)).findings
     assert not report_on(sampled({}, lock_ns=100_000, **held)).findings
 
@@ -234,6 +240,16 @@ def test_values_that_are_read_from_the_device_are_named_if_its_queue_would_hide_
 def test_a_collective_that_takes_long_on_all_ranks_is_named():
     (finding,) = report_on(rank({"all_reduce": 40}), rank({"all_reduce": 41})).findings
     assert (finding.cause, finding.rank) == ("collective", None)
+
+
+def test_collectives_are_no_finding_of_ranks_that_share_cpus_which_is_said():
+    ranks = [rank({"all_reduce": 40}), rank({"all_reduce": 41})]
+    report = report_on(*ranks, ranks_on_host=100_000)
+    assert not report.findings
+    assert "note: 100000 ranks share" in report.as_text()
+    late = [*ranks, rank({"forward": 70})]
+    (finding,) = report_on(*late, ranks_on_host=100_000).findings
+    assert (finding.cause, finding.rank) == ("slow rank", 2)
 
 
 def test_processes_of_others_are_said_and_little_is_certain_then():

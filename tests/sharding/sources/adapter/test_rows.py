@@ -158,11 +158,11 @@ def test_missing_images_of_a_camera_are_one_finding(tmp_path):
             lambda rows: rows[0]["images"]["cam_left"].update(
                 cam2ego=np.full((4, 4), np.nan).tolist()
             ),
-            "cam2ego",
+            "sensor2ego",
         ),
         (
             lambda rows: rows[0]["images"]["cam_left"].update(cam2ego=np.eye(3).tolist()),
-            r"cam2ego is \[3, 3\]",
+            r"sensor2ego is \[3, 3\]",
         ),
         (
             lambda rows: rows[0]["images"]["cam_left"].update(cam2ego=(2 * np.eye(4)).tolist()),

@@ -354,7 +354,7 @@ def test_raw_pictures_have_their_colours(tmp_path, world, encoding, pixels):
 
 
 def test_rectified_pictures_have_the_projection_and_raw_ones_binning(tmp_path, world):
-    from fuelrail.sharding.sources.logs.geometry.calibration import camera_model
+    from fuelrail.sharding.sources.logs.geometry.calibration import camera_calibration
     from fuelrail.sharding.sources.logs.messages.records import CameraInfo
 
     p = (50.0, 0, 31.5, -5.0, 0, 50.0, 23.5, 0, 0, 0, 1, 0)
@@ -370,18 +370,15 @@ def test_rectified_pictures_have_the_projection_and_raw_ones_binning(tmp_path, w
         r=tuple(np.eye(3).ravel()),
         p=p,
     )
-    image = camera_model("t", camera_info, np.eye(4), is_rectified=True).image
-    assert (image.intrinsics[0, 0], image.dist, image.dist_model) == (
-        50.0,
-        (),
-        "none",
-    )
-    np.testing.assert_allclose(
-        image.cam2ego[:3, 3], (0.1, 0, 0)
-    )  # the second camera of a pair, 0.1 m to the right
-    model = camera_model("t", camera_info._replace(binning=(2, 2)), np.eye(4), is_rectified=False)
-    np.testing.assert_allclose(model.image.intrinsics, [[50, 0, 31.5], [0, 50, 23.5], [0, 0, 1]])
-    assert (model.size, model.image.dist_model) == ((64, 48), "opencv_radtan")
+    rectified = camera_calibration("t", camera_info, np.eye(4), is_rectified=True)
+    assert rectified.intrinsics[0, 0] == 50.0
+    assert (rectified.dist, rectified.dist_model) == ((), "none")
+    # The second camera of a pair is 0.1 m to the right.
+    np.testing.assert_allclose(rectified.sensor2ego[:3, 3], (0.1, 0, 0))
+    binned_info = camera_info._replace(binning=(2, 2))
+    binned = camera_calibration("t", binned_info, np.eye(4), is_rectified=False)
+    np.testing.assert_allclose(binned.intrinsics, [[50, 0, 31.5], [0, 50, 23.5], [0, 0, 1]])
+    assert (binned.width, binned.height, binned.dist_model) == (64, 48, "opencv_radtan")
 
 
 def by_log_time(path):
