@@ -305,7 +305,10 @@ def _trials(loader: DataLoader[Any], epoch_steps: int | None, folder: Path) -> I
         line = f"DataLoader(..., worker_init_fn=lambda _: ({', '.join(calls)}))"
         init = functools.partial(start_one_thread, loader.worker_init_fn)
         yield _Trial("one thread", line, functools.partial(make_loader, worker_init_fn=init))
-    line = "fr.decode_jpeg(Path(path).read_bytes()) in place of PIL.Image.open(path)"
+    line = (
+        "fr.decode_jpeg(Path(path).read_bytes()) in place of PIL.Image.open(path) or "
+        "cv2.imread(path)"
+    )
     yield _Trial("fr.decode_jpeg", line, functools.partial(_with_own_decoder, loader, make_loader))
     files = _files_of(loader.dataset)[:_MAX_SAMPLES]
     if files:
@@ -329,11 +332,15 @@ def start_one_thread(start: Callable[[int], None] | None, worker: int) -> None:
 def _with_own_decoder(
     loader: DataLoader[Any], make: Callable[[int], Iterable[Any]], num_left_out: int
 ) -> Iterable[Any] | None:
-    """Decode JPEGs that Pillow is given by our decoder, in this process and its workers; None where
-    a sample has none.
+    """Decode JPEGs that Pillow or OpenCV is given by our decoder, in this process and its workers;
+    None where a sample has none.
     """
     _first_item(loader)  # which may import what decodes
     num_decoded = itertools.count()
+
+    def decode(data: bytes, order: Any = "rgb") -> Any:
+        next(num_decoded)
+        return fr.decode_jpeg(data, order=order)
 
     pillow: Any = sys.modules.get("PIL.Image")
     if pillow is not None:
@@ -344,10 +351,21 @@ def _with_own_decoder(
             if image.format != "JPEG" or image.mode != "RGB":
                 return image
             image.fp.seek(0)
-            next(num_decoded)
-            return pillow.fromarray(fr.decode_jpeg(image.fp.read()))
+            return pillow.fromarray(decode(image.fp.read()))
 
         pillow.open = open_image
+    opencv: Any = sys.modules.get("cv2")
+    if opencv is not None:
+        decoded = opencv.imdecode
+
+        def decode_image(data: Any, flags: int) -> Any:
+            data = bytes(data)
+            if flags != opencv.IMREAD_COLOR or not data.startswith(b"\xff\xd8"):
+                return decoded(np.frombuffer(data, np.uint8), flags)
+            return decode(data, "bgr")
+
+        opencv.imdecode = decode_image
+        opencv.imread = lambda path, flags=1: decode_image(Path(path).read_bytes(), flags)
     _first_item(loader)
     return make(num_left_out) if next(num_decoded) else None
 
