@@ -144,10 +144,11 @@ def check_main_guard() -> None:
 
     A spawned process imports the script that started it, under another name, before it can work.
     """
-    for frame in inspect.stack(context=0):
-        if frame.function == "<module>" and frame.frame.f_globals.get("__name__") == "__mp_main__":
+    for frame, line in traceback.walk_stack(inspect.currentframe()):
+        code = frame.f_code
+        if code.co_name == "<module>" and frame.f_globals.get("__name__") == "__mp_main__":
             raise ConfigError(
-                f"{frame.filename}:{frame.lineno}: this call starts worker processes, and "
+                f"{code.co_filename}:{line}: this call starts worker processes, and "
                 "each of them runs the script "
                 'again: put the call below `if __name__ == "__main__":`'
             )

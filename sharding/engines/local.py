@@ -67,7 +67,7 @@ class LocalEngine:
             with ThreadPoolExecutor(self._num_workers, "images") as images:
                 writer = ShardWriter(job, images if self._num_workers > 1 else None)
                 for number in numbers:
-                    yield writer.make(number, advance)
+                    yield writer.make(number, advance, digest_apart=True)
             return
         # Spawned, not forked: threads of Arrow and of the progress bar run here, and the lock must
         # stay with this process.
@@ -91,6 +91,10 @@ class LocalEngine:
             ) from error
         with images, workers as pool:
             pending: set[Future[ShardDone]] = set()
+            # The last shards, fewer than workers, leave CPUs idle: the digest is computed there. When
+            # all workers are at work, the change between threads costs more than it gains.
+            num_last = len(numbers) % num_workers
+            last = set(numbers[len(numbers) - num_last :])
             waiting = iter(numbers)
             try:
                 while True:
@@ -98,7 +102,8 @@ class LocalEngine:
                     # make shards hang there.
                     with ctrl_c_waits():
                         for number in waiting:
-                            pending.add(pool.submit(_make_shard, number))
+                            is_last = number in last
+                            pending.add(pool.submit(_make_shard, number, digest_apart=is_last))
                             if len(pending) >= num_workers * _TASKS_AHEAD:
                                 break
                         done, pending = wait(pending, _POLL_S, FIRST_COMPLETED)
@@ -148,6 +153,10 @@ def _set_up_process(*shared: Any) -> None:
     _start_worker(*shared)
 
 
-def _make_shard(number: int) -> ShardDone:
-    done: ShardDone = _worker_state.writer().make(number, _worker_state.pulse)
+def _make_shard(number: int, *, digest_apart: bool) -> ShardDone:
+    done: ShardDone = _worker_state.writer().make(
+        number,
+        _worker_state.pulse,
+        digest_apart=digest_apart,
+    )
     return done

@@ -78,7 +78,10 @@ class MemberSource(Protocol):
     """Where members are read from."""
 
     def open(self, ref: str) -> Buffer:
-        """Read a member that the scan table refers to, as raw bytes to be stored."""
+        """Read a member that the scan table refers to, as raw bytes to be stored.
+
+        The caller keeps them while it reads others: no later call may overwrite them.
+        """
         ...
 
 

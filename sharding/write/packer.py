@@ -23,6 +23,8 @@ from fuelrail.pipeline.format.zstd_frames import encode_frame, encode_seek_table
 from fuelrail.sharding.write.blocks import BlockWriter
 
 if TYPE_CHECKING:
+    from concurrent.futures import Executor, Future
+
     from fuelrail.pipeline.format.codecs import Dictionary
     from fuelrail.pipeline.sample.arrays import Buffer
     from fuelrail.sharding.write.read_buffer import ReadBuffer
@@ -56,7 +58,9 @@ class ShardPacker:
     DALI has no index for those.
 
     A sample's bytes go from where they were read to the file and into the digests, copied once at
-    most in between. ``buffer`` is where its files were read.
+    most in between. ``buffer`` is where its files were read. ``threads`` compute the shard's digest
+    of a sample while the next one is read, so that the buffer must keep it; None: the caller's
+    thread does.
     """
 
     def __init__(
@@ -66,10 +70,13 @@ class ShardPacker:
         level: int,
         dictionary: Dictionary | None,
         buffer: ReadBuffer,
+        threads: Executor | None = None,
         *,
         framed: bool = False,
     ) -> None:
         self._file = BlockWriter(file)
+        self._threads = threads
+        self._digesting: Future[None] | None = None
         self._number = number
         self._level = level
         self._dictionary = dictionary
@@ -164,6 +171,8 @@ class ShardPacker:
             listing = dali_index(self._rows)
         self._write([end])
         self._file.flush()
+        if self._digesting is not None:
+            self._digesting.result()
         return Packed(
             self._offset + len(end),
             self._digest.hexdigest(),
@@ -172,9 +181,17 @@ class ShardPacker:
         )
 
     def _write(self, pieces: Sequence[Buffer]) -> None:
+        if self._threads is None:
+            self._update_digest(pieces)
+        else:
+            if self._digesting is not None:
+                self._digesting.result()
+            self._digesting = self._threads.submit(self._update_digest, pieces)
+        self._file.write(pieces)
+
+    def _update_digest(self, pieces: Sequence[Buffer]) -> None:
         for piece in pieces:
             self._digest.update(piece)
-        self._file.write(pieces)
 
 
 def dali_index(rows: Sequence[IndexRow]) -> bytes:

@@ -28,11 +28,19 @@ class ReadBuffer:
 
     def __init__(self) -> None:
         self._memory = memoryview(bytearray(_FIRST_BYTES))
+        self._kept: memoryview | None = None
         self._used = _FRONT_BYTES
         self._files: dict[int, tuple[memoryview, int]] = {}
 
-    def clear(self) -> None:
-        """Allow what was read before to be overwritten from now on."""
+    def clear(self, *, keep: bool = False) -> None:
+        """Allow what was read before to be overwritten from now on.
+
+        ``keep``: what was read since the last call stays good until the next one.
+        """
+        if keep:
+            memory = self._kept or memoryview(bytearray(_FIRST_BYTES))
+            self._kept = self._memory
+            self._memory = memory
         self._used = _FRONT_BYTES
         self._files.clear()
 

@@ -117,8 +117,9 @@ class ShardWriter:
     """Writes shards of one run; each process has its own."""
 
     def __init__(self, job: WriteJob, threads: Executor | None = None) -> None:
-        """``threads`` rewrite the images of a sample side by side."""
+        """``threads`` rewrite the images of a sample side by side, and may compute digests."""
         self._job = job
+        self._threads = threads
         self._out = open_output(job.out)
         self._table = ScanTable(job.scan_table)
         self._rows = map_npy(job.plan_rows)
@@ -136,10 +137,11 @@ class ShardWriter:
             threads=threads,
         )
 
-    def make(self, number: int, pulse: Pulse) -> ShardDone:
+    def make(self, number: int, pulse: Pulse, *, digest_apart: bool = False) -> ShardDone:
         """Write shard ``number`` of the plan, unless OUT has it complete.
 
-        Raises SourceError naming the member that cannot be stored, DatasetError where OUT cannot be
+        ``digest_apart``: the threads compute its digest, where CPUs have nothing else to do. Raises
+        SourceError naming the member that cannot be stored, DatasetError where OUT cannot be
         written.
         """
         shard = self._job.shards[number]
@@ -159,7 +161,8 @@ class ShardWriter:
                         is_kept=True,
                     )
             with naming(self._job.source):
-                record = self._write_shard(number, shard, pulse)
+                threads = self._threads if digest_apart else None
+                record = self._write_shard(number, shard, pulse, threads)
             store_version_tag(self._out, record)
         return ShardDone(
             number=number,
@@ -173,6 +176,7 @@ class ShardWriter:
         number: int,
         shard: PlannedShard,
         pulse: Pulse,
+        threads: Executor | None,
     ) -> ShardRecord:
         job = self._job
         sizes: dict[str, set[tuple[int, int]]] = {}
@@ -186,6 +190,7 @@ class ShardWriter:
                 level=job.recipe.compression_level,
                 dictionary=job.dictionary,
                 buffer=self._buffer,
+                threads=threads,
                 framed=is_framed,
             )
             stored = [stored_channel(channel, job.recipe.images) for channel in job.channels]
@@ -194,7 +199,7 @@ class ShardWriter:
                 encoded = self._table.encoded_row(row)
                 digest.update(encoded)
                 scanned = decode_row(encoded)
-                self._buffer.clear()
+                self._buffer.clear(keep=threads is not None)
                 clip_id = job.clip_ids[scanned.clip]
                 with one_at_a_time(sum(member.bytes for member in scanned.members)):
                     length = packer.add(

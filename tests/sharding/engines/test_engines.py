@@ -20,12 +20,12 @@ def test_each_local_engine_gives_the_same_bytes(dataroot, tmp_path):
     source = dataroot("a4 b4", cameras=("CAM_FRONT", "CAM_BACK"))
     outputs = []
     for name in LOCAL_ENGINES:
-        for num_workers in (1, 2):
+        for num_workers in (1, 2, 3):
             out = tmp_path / f"{name}-{num_workers}"
             engine = make_engine(EngineOptions(engine=name, workers=num_workers))
             shard_nuscenes(source.root, out, engine=engine, shard_size_bytes=10_000)
             outputs.append(digests(out))
-    assert len(outputs) == 4
+    assert len(outputs) == 6
     assert all(output == outputs[0] for output in outputs)
 
 

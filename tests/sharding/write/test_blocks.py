@@ -155,6 +155,20 @@ def test_joined_pieces_are_the_same_bytes(folder, samples, shuffled, seed):
         )
 
 
+def test_a_sample_that_is_kept_stays_while_the_next_one_is_read(folder):
+    buffer = ReadBuffer()
+    kept = b""
+    data = memoryview(b"")
+    for number in range(4):
+        content = bytes([number]) * 5000
+        (folder / "kept").write_bytes(content)
+        buffer.clear(keep=True)
+        before = data
+        data = buffer.read(str(folder / "kept"), len(content))
+        assert (before, data) == (kept, content)
+        kept = content
+
+
 def test_a_sample_of_files_is_one_piece(folder):
     buffer = ReadBuffer()
     sizes = [

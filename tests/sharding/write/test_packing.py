@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import tarfile
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import zstandard
@@ -46,7 +47,7 @@ SAMPLES = st.dictionaries(
 )
 
 
-def pack(samples, *, framed):
+def pack(samples, *, framed, threads=None):
     file = io.BytesIO()
     buffer = ReadBuffer()
     packer = ShardPacker(
@@ -55,6 +56,7 @@ def pack(samples, *, framed):
         level=3,
         dictionary=None if framed else DICTIONARY,
         buffer=buffer,
+        threads=threads,
         framed=framed,
     )
     for number, (key, members) in enumerate(samples.items()):
@@ -106,6 +108,8 @@ def test_arbitrary_samples_come_back(samples, framed):
         table = zstd_frames.read_seek_table(data, shard=name)
         assert [frame.offset + frame.stored_bytes for frame in table[:-1]] == ends
     assert pack(samples, framed=framed)[1] == data
+    with ThreadPoolExecutor(2) as threads:
+        assert pack(samples, framed=framed, threads=threads) == (packed, data)
 
 
 def test_a_sample_that_a_frame_cannot_hold_is_named(monkeypatch):
