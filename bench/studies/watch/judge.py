@@ -422,8 +422,7 @@ ADVICE: Final = {
     "evaluation": "Evaluate less often, on fewer samples, or in another process.",
     "checkpoint": "Save less often, or in the background.",
     "logging": "Log less often, or from another thread.",
-    "cold cache": "Only the first epoch is slow: copy the data to a local disk before, or let it "
-    "be.",
+    "cold cache": "Only the first epoch is slow: copy the data to a local disk, or let it be.",
     "stalls": "Look at what single samples wait for: a slow file, a retry, a worker that starts. A "
     "larger prefetch_factor hides short ones.",
     "memory leak": "Look at what the loop keeps: losses with their graphs, lists of outputs, a "
@@ -431,10 +430,8 @@ ADVICE: Final = {
     "interpreter lock": "Move that work to another process, or to code that gives the lock away.",
     "threads": "Set OMP_NUM_THREADS, torch.set_num_threads and cv2.setNumThreads so that all ranks "
     "and workers together have one thread a CPU.",
-    "synchronisation": "Read values every some steps, or copy them with non_blocking=True and look "
-    "a step later.",
-    "host": "Look at what the loop does between the phases: logging, printing, metrics, values "
-    "read from the device.",
+    "synchronisation": "Read values less often, or a step later by a non_blocking=True copy.",
+    "host": "Look at what the loop does between the phases: printing, metrics, values read.",
     "garbage collection": "Call gc.freeze() before the loop, or gc.disable() and gc.collect() "
     "every some steps.",
     "optimiser": "Use fused=True or foreach=True, fewer parameter groups, or more samples a step "

@@ -305,10 +305,7 @@ def _trials(loader: DataLoader[Any], epoch_steps: int | None, folder: Path) -> I
         line = f"DataLoader(..., worker_init_fn=lambda _: ({', '.join(calls)}))"
         init = functools.partial(start_one_thread, loader.worker_init_fn)
         yield _Trial("one thread", line, functools.partial(make_loader, worker_init_fn=init))
-    line = (
-        "fr.decode_jpeg(Path(path).read_bytes()) in place of PIL.Image.open(path) or "
-        "cv2.imread(path)"
-    )
+    line = "fr.decode_jpeg(Path(path).read_bytes()) in place of PIL.Image.open or cv2.imread"
     yield _Trial("fr.decode_jpeg", line, functools.partial(_with_own_decoder, loader, make_loader))
     files = _files_of(loader.dataset)[:_MAX_SAMPLES]
     if files:
