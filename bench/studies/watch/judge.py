@@ -41,11 +41,10 @@ _NOTABLE: Final = 0.05
 """A loss whose interval begins below this share is not named: trainers take some percent for
 themselves.
 """
-_ORDINARY: Final = 0.1
-"""What ranks may lose in collectives, and by waiting for each other in turns: no two are alike."""
-_CONTENDED: Final = 0.15
-"""What ranks may lose so, or a rank in computing, where other processes or ranks take its CPUs;
-more where its threads stand in the queue.
+_ORDINARY: Final = 0.15
+"""What ranks may lose in collectives, and by waiting for each other in turns: no two are alike. More
+where threads stand in the queue for CPUs that other processes or ranks take; there a rank may lose
+as much in computing.
 """
 _COMPUTES: Final = 0.6
 _WAITS: Final = 0.3
@@ -140,7 +139,7 @@ def find_causes(
     is_contended = is_loaded or is_crowded
     if is_contended:
         queued_ns = steps["threads_queued_ns"].sum()
-        ordinary = _CONTENDED + queued_ns / max(1, steps["cpu_wall_ns"].sum()) / 2
+        ordinary += queued_ns / max(1, steps["cpu_wall_ns"].sum()) / 2
     findings = [
         *_find_leak(steps, list(ranks)),
         *(_find_lock(steps) or _find_threads(steps, parts, num_cpus)),
@@ -157,7 +156,7 @@ def find_causes(
         is_computing = part in BUSY
         is_one &= not is_computing or late_steps(steps)[row] >= MOSTLY
         share = _Share.of_steps(np.where(chosen, late.costs, 0.0), wall)
-        threshold = _CONTENDED if is_computing and is_contended else _NOTABLE
+        threshold = _ORDINARY if is_computing and is_contended else _NOTABLE
         # Whether the other ranks' loaders had mostly made all their batches when asked for one: of
         # ranks that starve alike, one gets its batch last every time, while those of the others
         # are made when they come out of the collective.
