@@ -114,7 +114,8 @@ def occupancy_of(ranks: Sequence[Sequence[StepRecord]], window: Window) -> Occup
     for rank, steps in enumerate(inside):
         busy_ns = sum(step.device_busy_ns for step in steps)
         all_reduce_ns = sum(step.all_reduce_ns for step in steps)
-        wall_ns = steps[-1].end_ns - steps[0].start_ns
+        # Not from the first start to the last end: a watch may pause between two steps.
+        wall_ns = sum(step.end_ns - step.start_ns for step in steps)
         # By how much it is slower than the median of the others, and in which phase.
         rest = np.delete(means, rank, axis=0) if len(means) > 1 else means
         beyond = means[rank] - np.median(rest, axis=0)

@@ -41,10 +41,11 @@ _NOTABLE: Final = 0.05
 """A loss whose interval begins below this share is not named: trainers take some percent for
 themselves.
 """
-_ORDINARY: Final = 0.15
-"""What ranks may lose in collectives, and by waiting for each other in turns: no two are alike. More
-where threads stand in the queue for CPUs that other processes or ranks take; there a rank may lose
-as much in computing.
+_ORDINARY: Final = 0.1
+"""What ranks may lose by waiting for each other in turns: no two are alike."""
+_CONTENDED: Final = 0.15
+"""What they may lose so, or a rank in computing, where other processes or ranks take its CPUs, and
+in collectives anywhere; more where its threads stand in the queue.
 """
 _COMPUTES: Final = 0.6
 _WAITS: Final = 0.3
@@ -139,7 +140,7 @@ def find_causes(
     is_contended = is_loaded or is_crowded
     if is_contended:
         queued_ns = steps["threads_queued_ns"].sum()
-        ordinary += queued_ns / max(1, steps["cpu_wall_ns"].sum()) / 2
+        ordinary = _CONTENDED + queued_ns / max(1, steps["cpu_wall_ns"].sum()) / 2
     findings = [
         *_find_leak(steps, list(ranks)),
         *(_find_lock(steps) or _find_threads(steps, parts, num_cpus)),
@@ -156,7 +157,7 @@ def find_causes(
         is_computing = part in BUSY
         is_one &= not is_computing or late_steps(steps)[row] >= MOSTLY
         share = _Share.of_steps(np.where(chosen, late.costs, 0.0), wall)
-        threshold = _ORDINARY if is_computing and is_contended else _NOTABLE
+        threshold = _CONTENDED if is_computing and is_contended else _NOTABLE
         # Whether the other ranks' loaders had mostly made all their batches when asked for one: of
         # ranks that starve alike, one gets its batch last every time, while those of the others
         # are made when they come out of the collective.
@@ -186,7 +187,7 @@ def find_causes(
         share = _Share.of_steps(times, wall)
         # What comes now and then is in few steps, and yet no chance.
         is_event = part in _EVENTS and np.count_nonzero(times) >= 3
-        threshold = ordinary if part == "all_reduce" else _NOTABLE
+        threshold = max(ordinary, _CONTENDED) if part == "all_reduce" else _NOTABLE
         if (share.share if is_event else share.low) > threshold:
             reason = loader if part == "data_wait" else _Reason(_CAUSES.get(part, part))
             text = f"{_SUBJECTS[part]} up: {share}. {reason.text}".strip()

@@ -305,7 +305,7 @@ def _trials(loader: DataLoader[Any], epoch_steps: int | None, folder: Path) -> I
         line = f"DataLoader(..., worker_init_fn=lambda _: ({', '.join(calls)}))"
         init = functools.partial(start_one_thread, loader.worker_init_fn)
         yield _Trial("one thread", line, functools.partial(make_loader, worker_init_fn=init))
-    line = "fr.decode_jpeg(Path(path).read_bytes()) in place of PIL.Image.open or cv2.imread"
+    line = "fr.decode_jpeg(Path(path).read_bytes()) in place of Image.open(path) or cv2.imread"
     yield _Trial("fr.decode_jpeg", line, functools.partial(_with_own_decoder, loader, make_loader))
     files = _files_of(loader.dataset)[:_MAX_SAMPLES]
     if files:
@@ -348,7 +348,10 @@ def _with_own_decoder(
             if image.format != "JPEG" or image.mode != "RGB":
                 return image
             image.fp.seek(0)
-            return pillow.fromarray(decode(image.fp.read()))
+            picture = pillow.fromarray(decode(image.fp.read()))
+            # convert("RGB") copies; with our decoder there is nothing to convert.
+            picture.copy = lambda: picture
+            return picture
 
         pillow.open = open_image
     opencv: Any = sys.modules.get("cv2")

@@ -254,12 +254,20 @@ def test_collectives_are_no_finding_of_ranks_that_share_cpus_which_is_said():
 
 def test_processes_of_others_are_said_and_little_is_certain_then():
     seconds = {"cpu_wall_ns": 90_000_000, "process_cpu_ns": 10_000_000}
-    busy = rank({"all_reduce": 14}, host_cpu_ns=900_000_000, **seconds)
-    report = report_on(busy, busy)
+    slow = rank({"forward": 42}, host_cpu_ns=900_000_000, **seconds)
+    waiting = rank({"all_reduce": 14}, host_cpu_ns=900_000_000, **seconds)
+    report = report_on(slow, waiting)
     assert report.disturbed is not None
     assert "loaded host" in report.as_text()
     assert not report.findings
-    assert report_on(rank({"all_reduce": 14}), rank({"all_reduce": 14})).findings
+    (finding,) = report_on(rank({"forward": 42}), rank({"all_reduce": 14})).findings
+    assert (finding.cause, finding.rank) == ("slow rank", 0)
+
+
+def test_collectives_are_a_finding_where_they_take_more_than_is_common():
+    assert not report_on(rank({"all_reduce": 14}), rank({"all_reduce": 14})).findings
+    (finding,) = report_on(rank({"all_reduce": 24}), rank({"all_reduce": 24})).findings
+    assert (finding.cause, finding.phase, finding.rank) == ("collective", "all_reduce", None)
 
 
 def test_a_missing_rank_is_said_and_a_short_run_has_no_verdict():
