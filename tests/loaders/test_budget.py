@@ -88,7 +88,6 @@ def test_no_module_counts_the_cpus_of_the_host():
     assert counting == {
         "pipeline/runtime/host.py",
         "bench/measure/machine.py",
-        "bench/measure/recorder.py",
         "bench/studies/compare/run.py",
     }
 

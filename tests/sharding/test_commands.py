@@ -153,7 +153,7 @@ def test_a_terminal_gets_a_bar(source, tmp_path, monkeypatch):
 def test_ctrl_c_says_how_to_continue(run, source, tmp_path, monkeypatch):
     from fuelrail.sharding.write.shard_writer import ShardWriter
 
-    def interrupted(self, number, pulse):
+    def interrupted(self, number, pulse, *, digest_apart):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(ShardWriter, "make", interrupted)
