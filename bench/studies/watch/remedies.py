@@ -63,13 +63,21 @@ _MAX_RANKS: Final = 16
 _NUM_COMPARED: Final = 6
 _COPIED_BYTES: Final = 1 << 24
 _OPTIONS: Final = (
-    *("num_workers", "prefetch_factor", "persistent_workers", "collate_fn", "timeout"),
-    *("worker_init_fn", "multiprocessing_context"),
+    "num_workers",
+    "prefetch_factor",
+    "persistent_workers",
+    "collate_fn",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
 )
 """Options of a loader that one with a change has too, but for the change."""
 _NOT_COPIED: Final = {
-    *("DistributedDataParallel", "DTensor", "FullyShardedDataParallel", "SyncBatchNorm"),
+    "DistributedDataParallel",
+    "DTensor",
+    "FullyShardedDataParallel",
     "OptimizedModule",
+    "SyncBatchNorm",
 }
 """Parts of models whose copies would communicate, or be compiled."""
 
@@ -151,8 +159,9 @@ class Trials:
             if recorder.rank == 0:
                 sys.stderr.write("fuelrail: the training pauses, remedies are tried\n")
             paths = [rank_path(recorder.folder, rank) for rank in range(recorder.world)]
-            own = read_rank(paths.pop(recorder.rank)).steps
-            steps = with_waits(own, [read_rank(path).steps for path in paths[:_MAX_RANKS]])
+            own_steps = read_rank(paths.pop(recorder.rank)).steps
+            peers = [read_rank(path).steps for path in paths[:_MAX_RANKS]]
+            steps = with_waits(own_steps, peers)
             steps = steps[_WARM_UP:][steps["num_steps"][_WARM_UP:] == 1][-_MAX_STEPS:]
             trials = [
                 functools.partial(try_loader, loader, steps, seconds=self._seconds),
@@ -180,11 +189,11 @@ def with_waits(steps: Sequence[StepRecord], peers: Sequence[Sequence[StepRecord]
     ranks = [steps, *filter(None, peers)]
     count = min(map(len, ranks))
     table = step_table([rank[:count] for rank in ranks])
-    own: Steps = table[0]
-    late_ns = own["all_reduce_ns"] - table["all_reduce_ns"].min(axis=0)
-    own["data_wait_ns"] += late_ns
-    own["all_reduce_ns"] -= late_ns
-    return own
+    own_steps: Steps = table[0]
+    late_ns = own_steps["all_reduce_ns"] - table["all_reduce_ns"].min(axis=0)
+    own_steps["data_wait_ns"] += late_ns
+    own_steps["all_reduce_ns"] -= late_ns
+    return own_steps
 
 
 def try_loader(loader: Any, steps: Steps, *, seconds: float = SECONDS) -> list[Remedy]:
